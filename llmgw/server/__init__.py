@@ -1,0 +1,1 @@
+"""The control plane daemon: fleet listener, controller, router workers."""

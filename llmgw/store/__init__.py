@@ -1,0 +1,1 @@
+"""What survives a restart, behind IStore; leadership behind ILeadership."""

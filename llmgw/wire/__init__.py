@@ -1,0 +1,1 @@
+"""The link between server and agents: messages, framing, TLS identity, link state."""

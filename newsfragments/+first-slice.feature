@@ -1,0 +1,1 @@
+The first slice: two daemons, one link, real engines, one address.

@@ -1,0 +1,88 @@
+"""What every test is held to: no unhandled failure, no logged failure, no delayed call and no process left over.
+
+pytest-twisted by itself lets all four pass. A test that expects a failure to be logged asks for C{logged_failures} and
+takes it out of the list it gets.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+
+import pytest
+from twisted.logger import globalLogPublisher
+
+
+class _Seen(list):
+    def __call__(self, event):
+        if event.get("log_failure") is not None:
+            self.append(event)
+
+
+@pytest.fixture
+def logged_failures():
+    """The failures logged so far; remove those that the test expects."""
+    return []
+
+
+def _children() -> set[int]:
+    try:
+        with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+            return {int(pid) for pid in file.read().split()}
+    except OSError:
+        return set()
+
+
+def _name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(request, logged_failures):
+    """Fails a test that leaves something behind, and cleans up after it."""
+    from twisted.internet import reactor
+
+    seen = _Seen()
+    globalLogPublisher.addObserver(seen)
+    calls_before = set(reactor.getDelayedCalls())
+    children_before = _children()
+    yield
+    gc.collect()
+    globalLogPublisher.removeObserver(seen)
+    logged_failures.extend(seen)
+    expected = getattr(request.node, "expected_failures", ())
+    failures = [event for event in logged_failures if not any(event["log_failure"].check(kind) for kind in expected)]
+    calls = [call for call in reactor.getDelayedCalls() if call not in calls_before and call.active()]
+    for call in calls:
+        call.cancel()
+    children = {pid: _name(pid) for pid in _children() - children_before if _state(pid) not in ("Z", "gone")}
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    problems = [f"logged failure: {event['log_failure'].getTraceback()}" for event in failures]
+    problems += [f"delayed call left: {call}" for call in calls]
+    problems += [f"process left: {pid} {name}" for pid, name in children.items()]
+    if problems:
+        pytest.fail("\n".join(problems))
+
+
+@pytest.fixture
+def expect_failures(request):
+    """Call it with exception types whose logging this test expects."""
+
+    def expect(*kinds: type[BaseException]) -> None:
+        request.node.expected_failures = kinds
+
+    return expect

@@ -1,0 +1,182 @@
+"""What both daemons owe the operating system: signals, a bounded stop, systemd's notifications, honest exit codes.
+
+Surprising: SIGTERM is ours, not Twisted's. C{reactor.stop()} waits for ever on a pool thread in a blocking call or on a
+shutdown Deferred that never fires, and a second SIGTERM does not help. So the handler first arms C{faulthandler}'s watchdog
+(a C thread: it needs neither the reactor nor the interpreter lock), which prints every stack and ends the process if the
+stop has not finished in time. Twisted installs its own handlers when the reactor starts to run; ours follow them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from twisted.application.service import Service
+from twisted.internet.task import LoopingCall
+from twisted.logger import Logger
+
+from llmgw.errors import Invalid, LlmgwError
+
+STOP_BUDGET = 8.0
+CLEAN, FAILED, MISCONFIGURED = 0, 1, 2
+
+
+class SystemdNotify:
+    """The C{sd_notify} protocol: silent where no C{NOTIFY_SOCKET} is set. Abstract sockets begin with C{@}."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._address = environment.get("NOTIFY_SOCKET", "")
+        usec = environment.get("WATCHDOG_USEC", "")
+        self.watchdog = int(usec) / 1e6 if usec.isascii() and usec.isdigit() else None
+
+    def tell(self, **fields: str) -> None:
+        """Send e.g. C{READY="1"}; a supervisor that is not there is not our trouble."""
+        if not self._address:
+            return
+        text = "\n".join(f"{name}={value}" for name, value in fields.items())
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
+            out.setblocking(False)
+            try:
+                out.sendto(text.encode(), address)
+            except OSError:
+                Logger().debug("systemd did not take {text}", text=text)
+
+
+class Lifecycle(Service):
+    """Signals and notifications of one daemon.
+
+    @param reload: called on SIGHUP; its errors are logged and nothing else happens.
+    @param status: the one line that C{systemctl status} shows, asked every few seconds.
+    @param interrupted: called before the stop when the signal was SIGINT, not SIGTERM.
+    """
+
+    log = Logger()
+
+    def __init__(
+        self,
+        reactor: Any,
+        notify: SystemdNotify,
+        reload: Callable[[], None],
+        status: Callable[[], str],
+        interrupted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.setName("lifecycle")
+        self._reactor = reactor
+        self._notify = notify
+        self._reload = reload
+        self._status = status
+        self._interrupted = interrupted
+        self._said = ""
+        self._stopping = False
+        self._before: dict[int, Any] = {}
+        self._loop = LoopingCall(self._tick)
+        self._loop.clock = reactor
+
+    def startService(self) -> None:
+        """Take the signals once the reactor runs (it would overwrite them otherwise) and begin to feed the watchdog."""
+        super().startService()
+        self._reactor.callWhenRunning(self._running)
+
+    def _running(self) -> None:
+        if not self.running:
+            return
+        for number, handler in ((signal.SIGTERM, self._stop), (signal.SIGINT, self._stop), (signal.SIGHUP, self._hang_up)):
+            self._before[number] = signal.signal(number, handler)
+        every = min(5.0, self._notify.watchdog / 3) if self._notify.watchdog else 5.0
+        self._loop.start(every)
+
+    def stopService(self) -> None:
+        """Leave the handlers in place when the process is ending: a second signal must still mean "now"."""
+        super().stopService()
+        self._notify.tell(STOPPING="1")
+        if self._loop.running:
+            self._loop.stop()
+        if not self._stopping:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def ready(self) -> None:
+        """Everything that should listen does."""
+        self._notify.tell(READY="1", STATUS=self._status())
+
+    def _tick(self) -> None:
+        self._notify.tell(WATCHDOG="1")
+        try:
+            status = self._status()
+        except Exception:
+            self.log.failure("while asking for the status line")
+            return
+        if status != self._said:
+            self._said = status
+            self._notify.tell(STATUS=status)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._stopping:
+            os._exit(FAILED)
+        self._stopping = True
+        faulthandler.dump_traceback_later(STOP_BUDGET, exit=True)
+        self._reactor.callFromThread(self._begin_stop, number)
+
+    def _begin_stop(self, number: int) -> None:
+        self.log.info("{signal} came: stopping", signal=signal.Signals(number).name)
+        if number == signal.SIGINT:
+            self._interrupted()
+        self._reactor.stop()
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._reactor.callFromThread(self._reload_guarded)
+
+    def _reload_guarded(self) -> None:
+        self._notify.tell(RELOADING="1")
+        try:
+            self._reload()
+        except LlmgwError as error:
+            self.log.error("reload refused, what was in force stays: {error}", error=str(error))
+        except Exception:
+            self.log.failure("reload failed, what was in force stays")
+        self._notify.tell(READY="1")
+
+
+def give_up(reactor: Any, sentence: str, code: int = FAILED) -> None:
+    """End the daemon because it cannot do its work: one sentence on stderr and in the log, and exit status C{code}.
+
+    twistd exits 0 after C{reactor.stop()}, whatever happened; so the last act of the shutdown sets the status.
+    """
+    Logger().critical("{sentence}", sentence=sentence)
+    faulthandler.dump_traceback_later(STOP_BUDGET, exit=True)
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    reactor.addSystemEventTrigger("after", "shutdown", leave)
+    reactor.callWhenRunning(reactor.stop)
+
+
+def refuse_configuration(error: LlmgwError) -> NoReturn:
+    """Print every problem, one a line, and exit with 2, which systemd is told not to restart."""
+    for line in map(str, error.problems) if isinstance(error, Invalid) else [str(error)]:
+        print(line, file=sys.stderr)  # noqa: T201  (before there is a log)
+    raise SystemExit(MISCONFIGURED)
+
+
+def read_file(path: Path) -> str:
+    """The text of a configuration file.
+
+    @raise LlmgwError: it cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LlmgwError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise LlmgwError(f"{path}: is not UTF-8 text (byte {error.start})") from error

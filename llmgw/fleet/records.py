@@ -1,0 +1,84 @@
+"""What a leader remembers of a node and of a shard: its verdicts, apart from what it was told and what it wants.
+
+They live here and not in the store because planning reads and makes them, and planning knows no store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import field, frozen
+
+from llmgw.fleet.model import Profile
+from llmgw.fleet.node import NodeFacts, NodeState
+from llmgw.fleet.shard import Allocation, ShardState, Wanted
+
+
+@frozen
+class NodeRecord:
+    """The leader's knowledge of a node. C{facts} is None for a node that has never been accepted.
+
+    @ivar instance: the agent's random instance id; C{boot} the kernel's boot id.
+    @ivar since: when C{state} was entered; C{reason} why.
+    @ivar drain_deadline: when what is left on a draining node is stopped, None without a drain.
+    @ivar quarantined_until: nothing is placed there before; None when not quarantined.
+    @ivar certificate_expires: not_after of the certificate last shown.
+    @ivar last_report: when the node was last heard; written now and then only.
+    """
+
+    name: str
+    instance: str = ""
+    boot: str = ""
+    facts: NodeFacts | None = None
+    state: NodeState = NodeState.JOINING
+    since: float = 0.0
+    reason: str = ""
+    cordoned: bool = False
+    draining: bool = False
+    drain_deadline: float | None = None
+    quarantined_until: float | None = None
+    certificate_expires: float | None = None
+    last_report: float | None = None
+
+
+@frozen
+class ShardRecord:
+    """What is wanted of one shard and what the leader concludes of it. The agent's report itself is not kept.
+
+    @ivar shard: its id, C{MODEL/NUMBER/RANK}; C{number} is the replica's.
+    @ivar nodes: the names of all nodes of its replica, the head's first; C{allocation.node} is this shard's own.
+    @ivar operation: the id of the order in force: the same effect is asked for under the same id for ever.
+    @ivar served: the names its engine was started to answer to.
+    @ivar crashes: when it crashed, the newest last, no older than the crash window.
+    @ivar first_reason: why the first of these crashes happened, C{last_reason} the last.
+    @ivar next_at: when a shard in backoff is tried again.
+    @ivar placed_revision: the state revision of its placement; an older report says nothing about it.
+    @ivar excluded: nodes it must not be placed on, each with the instant until which.
+    @ivar url: where its engine serves and C{key} with what secret, so that routers can be fed before any agent reports.
+    @ivar adopted: it was found running and taken over, not started by an order.
+    """
+
+    shard: str
+    model: str
+    number: int
+    rank: int = 0
+    nodes: tuple[str, ...] = ()
+    generation: str = ""
+    attempt: int = 0
+    wanted: Wanted = Wanted.RUN
+    state: ShardState = ShardState.PENDING
+    since: float = 0.0
+    reason: str = ""
+    operation: str = ""
+    profile: Profile | None = None
+    allocation: Allocation | None = None
+    served: tuple[str, ...] = ()
+    crashes: tuple[float, ...] = ()
+    first_reason: str = ""
+    last_reason: str = ""
+    next_at: float | None = None
+    placed_revision: int = 0
+    excluded: Mapping[str, float] = field(factory=dict)
+    url: str = ""
+    key: str = field(default="", repr=False)
+    adopted: bool = False

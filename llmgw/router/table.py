@@ -1,0 +1,171 @@
+"""The routing table: all that a router worker must know, as one versioned file.
+
+The server writes it (whole, 0600 since it holds the engines' keys, renamed into place) and then only says "version 41 is there"
+over the channel. So a worker can start, and go on, without a server: it reads the last table from disk. A table is never
+changed, only replaced by one with a higher version.
+
+A model without endpoints stays in the table with its C{reason}: the difference between 404 (nobody knows this model) and 503
+(known, not ready, and why) is what callers ask at night.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from llmgw.config.server import Timeouts
+from llmgw.errors import LlmgwError
+
+
+class BadTable(LlmgwError):
+    """The routing table on disk cannot be read; the text says which file and why."""
+
+
+class RoutedEndpoint(Struct, frozen=True, omit_defaults=True):
+    """Where one ready replica, or one static upstream, serves.
+
+    @ivar id: the replica's id (C{llama-70b/2}), or C{static:MODEL/N}. The same id with another address is another endpoint.
+    @ivar base: path before C{/v1}, without a slash at its end; mostly empty.
+    @ivar key: what goes into C{Authorization} towards it, in place of the caller's; empty sends none.
+    @ivar model: the name it serves the model under; requests are rewritten to it where the caller asked for another.
+    @ivar row: its row in the scoreboard, unique among the endpoints of the table.
+    @ivar share: its weight in the policy C{weighted}.
+    @ivar limit: how many requests it runs at once, None unknown.
+    @ivar static: run by somebody else: the routers probe it themselves.
+    """
+
+    id: str
+    host: str
+    port: int
+    model: str
+    row: int
+    base: str = ""
+    tls: bool = False
+    key: str = ""
+    share: int = 1
+    limit: int | None = None
+    static: bool = False
+
+
+class RoutedModel(Struct, frozen=True, omit_defaults=True):
+    """A public name. C{endpoints} are ids; C{reason} says in a sentence why there are none (or fewer than wanted).
+
+    @ivar policy: C{least_cost}, C{least_inflight}, C{round_robin} or C{weighted}.
+    @ivar fallbacks: names of models that answer when this one has no endpoint, in order.
+    @ivar max_in_flight: over all its endpoints, None no bound but theirs.
+    @ivar on_demand: it sleeps at zero replicas and is woken by a request, which waits in the queue.
+    @ivar retry_after: seconds that a caller is told to wait when it is not ready.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    endpoints: tuple[str, ...] = ()
+    policy: str = "least_cost"
+    reason: str = ""
+    fallbacks: tuple[str, ...] = ()
+    max_in_flight: int | None = None
+    max_waiting: int = 100
+    on_demand: bool = False
+    retry_after: int = 5
+    created: int = 0
+
+
+class KeyEntry(Struct, frozen=True, omit_defaults=True):
+    """A caller's key, by its digest; the key itself is nowhere. None and empty mean no limit.
+
+    @ivar digest: hex SHA-256 of the whole key as the caller sends it.
+    @ivar models: names it may use (a name covers its aliases); empty allows all.
+    @ivar team: limits are shared by all keys of a team where it is not empty.
+    @ivar expires: wall clock, seconds since 1970.
+    """
+
+    id: str
+    digest: str
+    name: str = ""
+    team: str = ""
+    models: tuple[str, ...] = ()
+    rpm: int | None = None
+    tpm: int | None = None
+    tpd: int | None = None
+    concurrency: int | None = None
+    priority: str = "low"
+    expires: float | None = None
+
+
+class Table(Struct, frozen=True, omit_defaults=True):
+    """One version of everything. C{version} only grows within a state folder, over restarts and elections.
+
+    C{server/workers.py} fills in what follows from the router's own settings (C{keys_required} and below) when it publishes.
+    """
+
+    version: int = 0
+    epoch: int = 0
+    models: tuple[RoutedModel, ...] = ()
+    endpoints: tuple[RoutedEndpoint, ...] = ()
+    keys: tuple[KeyEntry, ...] = ()
+    keys_required: bool = True
+    timeouts: Timeouts = Timeouts()
+    body_limit: int = 64 * 2**20
+    trusted_proxies: tuple[str, ...] = ()
+    access_log: str = ""
+
+
+def endpoint(id: str, url: str, *, model: str, row: int, key: str = "", share: int = 1, limit: int | None = None,
+             static: bool = False) -> RoutedEndpoint:  # fmt: skip
+    """An endpoint from its URL; a C{/v1} at the end of the path is taken off, since not all of an engine's paths lie under it.
+
+    @raise ValueError: the URL has no host, or is neither C{http} nor C{https}.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not an engine's address: write http://HOST:PORT/v1")
+    tls = parts.scheme == "https"
+    return RoutedEndpoint(
+        id=id, host=parts.hostname, port=parts.port or (443 if tls else 80), model=model, row=row,
+        base=parts.path.rstrip("/").removesuffix("/v1"), tls=tls, key=key, share=share, limit=limit, static=static,
+    )  # fmt: skip
+
+
+def key_digest(key: str | bytes) -> str:
+    """How a caller's key is stored and looked up: its hex SHA-256."""
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Table).decode
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Replace the table on disk: readable by its owner only, whole or not at all, on the disk before it has the name.
+
+    @raise OSError: the disk is full or the folder is not writable; the old table is then still there.
+    """
+    fresh = path.with_name(path.name + ".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_encode(table))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read_table(path: Path) -> Table | None:
+    """The table on disk, None if there is none yet.
+
+    @raise BadTable: it is there and cannot be used.
+    """
+    try:
+        return _decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise BadTable(f"the routing table {path} cannot be used: {error}. Remove it; the server writes a new one.") from error

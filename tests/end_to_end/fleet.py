@@ -1,0 +1,249 @@
+"""Real daemons for tests: twistd processes, certificates made on the spot, engines that answer, faults by signal.
+
+Everything of one fleet lives in one temporary folder, whose path is how left-over processes are found and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+PATIENCE = 20.0
+
+
+def until[T](found: Callable[[], T], what: str = "", seconds: float = PATIENCE) -> T:
+    """The first true value of C{found}; errors count as "not yet"."""
+    deadline, last = time.monotonic() + seconds, None
+    while time.monotonic() < deadline:
+        try:
+            if value := found():
+                return value
+            last = value
+        except (OSError, LookupError, ValueError, RuntimeError, http.client.HTTPException) as error:
+            last = error
+        time.sleep(0.05)
+    raise AssertionError(f"{what or found}: not within {seconds} s; last: {last!r}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, below the ephemeral range, spread by pid so that parallel runs seldom meet."""
+    found: list[int] = []
+    first = 12000 + os.getpid() * 37 % 15000
+    for port in range(first, 31000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free ports")
+
+
+def processes(marker: str) -> dict[int, str]:
+    """pid to command of every living process with C{marker} in its command line or environment."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and (marker.encode() in command or marker.encode() in (entry / "environ").read_bytes()):
+                found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+FAKE_ENGINE = """
+  - name: {name}
+    replicas: {replicas}
+    profile:
+      engine: command
+      argv: [{python}, -m, llmgw.testing.fake_engine, --port, "{{port}}", --model, "{{model}}"{extra}]
+      health: /health
+      resources: {{devices: 0, host_memory: 16MiB}}
+"""
+
+
+def fake_model(name: str = "m", replicas: int = 1, *extra: str, more: str = "") -> str:
+    """A catalog entry run by the fake engine; C{extra} are its options, C{more} further YAML under profile."""
+    options = "".join(f', "{option}"' for option in extra)
+    return FAKE_ENGINE.format(name=name, replicas=replicas, python=sys.executable, extra=options) + more
+
+
+class Stream(threading.Thread):
+    """A streamed chat completion read in a thread; C{pieces} grows, C{error} says how it broke, C{done} that it ended whole."""
+
+    def __init__(self, port: int, model: str = "m", tokens: int = 50, key: str = "") -> None:
+        super().__init__(daemon=True)
+        self.pieces: list[str] = []
+        self.error: BaseException | None = None
+        self.done = False
+        self._ask = (port, model, tokens, key)
+        self.start()
+
+    def run(self) -> None:
+        port, model, tokens, key = self._ask
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            body = {"model": model, "stream": True, "max_tokens": tokens, "messages": [{"role": "user", "content": "x"}]}
+            headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            reply = connection.getresponse()
+            if reply.status != 200:
+                raise RuntimeError(f"{reply.status} {reply.read(500)!r}")
+            for line in reply:
+                if line.startswith(b"data: [DONE]"):
+                    self.done = True
+                elif line.startswith(b"data: "):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise RuntimeError(event["error"])
+                    self.pieces.append(line.decode())
+            if not self.done:
+                raise RuntimeError("ended without [DONE]")
+        except BaseException as error:
+            self.error = error
+
+    def whole(self, seconds: float = 30) -> None:
+        """Fails unless the stream ends with [DONE]."""
+        self.join(seconds)
+        assert self.done and self.error is None, f"{len(self.pieces)} pieces, then {self.error!r}"
+
+
+class RealFleet:
+    """One server and any number of agents as real processes under one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.router, self.fleet = free_ports(2)
+        self.socket = folder / "admin.sock"
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self._next_port = 21000 + os.getpid() * 41 % 8000
+        (folder / "log").mkdir()
+        self.pki("init", "pki")
+        self.pki("server", "pki", "cp1", "--address", "127.0.0.1")
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([str(BIN / "llmgw"), *arguments], cwd=self.folder, capture_output=True, text=True, timeout=60)
+
+    def pki(self, *arguments: str) -> None:
+        done = self.command("pki", *arguments)
+        assert done.returncode == 0, done.stderr
+
+    def llmgw(self, *arguments: str, code: int | None = 0) -> str:
+        done = self.command("--socket", str(self.socket), *arguments)
+        if code is not None and done.returncode != code:
+            raise RuntimeError(f"llmgw {' '.join(arguments)}: {done.returncode} {done.stdout}{done.stderr}")
+        return done.stdout + done.stderr
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.llmgw("status", "--json"))
+
+    def write_server(self, models: str, router: str = "", timing: str = "", top: str = "") -> Path:
+        path = self.folder / "server.yaml"
+        path.write_text(
+            f"router: {{listen: 127.0.0.1:{self.router}, access_log: log/access.jsonl{router}}}\n"
+            f"fleet:\n  listen: 127.0.0.1:{self.fleet}\n  advertise: 127.0.0.1:{self.fleet}\n"
+            "  tls: {authority: pki/ca.pem, certificate: pki/cp1.pem, key: pki/cp1.key}\n"
+            f"admin: {{socket: {self.socket}}}\nstore: sqlite:///state/llmgw.db\n"
+            f"timing: {{heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 5s, failover_grace: 5s{timing}}}\n"
+            f"{top}models:{models}"
+        )
+        return path
+
+    def write_agent(self, name: str, extra: str = "", servers: str = "") -> Path:
+        if not (self.folder / "pki" / f"{name}.pem").exists():
+            self.pki("node", "pki", name)
+        first, self._next_port = self._next_port, self._next_port + 40
+        path = self.folder / f"{name}.yaml"
+        path.write_text(
+            f"node: {name}\n{servers or f'server: 127.0.0.1:{self.fleet}'}\n"
+            f"tls: {{authority: pki/ca.pem, certificate: pki/{name}.pem, key: pki/{name}.key}}\n"
+            f"state: state/{name}\naddress: 127.0.0.1\nports: {first}-{first + 39}\nmodels: [models]\n{extra}"
+        )
+        return path
+
+    def daemon(self, name: str, kind: str, config: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        command = [BIN / "twistd", "-n", "--pidfile=", "--logger=llmgw.logs.text", f"llmgw-{kind}", "--config", config]
+        with open(self.folder / "log" / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "LLMGW_TEST": str(self.folder), **(environment or {})},
+            )
+        self.running[name] = process
+        return process
+
+    def start_server(self) -> subprocess.Popen[bytes]:
+        process = self.daemon("server", "server", self.folder / "server.yaml")
+        until(lambda: process.poll() is not None or self.status(), "the server answers")
+        assert process.poll() is None, self.log("server")
+        return process
+
+    def start_agent(self, name: str = "n1") -> subprocess.Popen[bytes]:
+        return self.daemon(name, "agent", self.folder / f"{name}.yaml")
+
+    def end(self, name: str, number: int = signal.SIGTERM, seconds: float = 15) -> int:
+        process = self.running[name]
+        process.send_signal(number)
+        return process.wait(seconds)
+
+    def log(self, name: str) -> str:
+        return (self.folder / "log" / f"{name}.log").read_text(errors="replace")
+
+    def shards(self, model: str = "m") -> list[dict[str, Any]]:
+        found = next(row for row in self.status()["models"] if row["name"] == model)
+        return [shard for replica in found["replicas"] for shard in replica["shards"]]
+
+    def ready(self, model: str = "m", count: int = 1, seconds: float = PATIENCE) -> list[dict[str, Any]]:
+        """The shards of a model once C{count} of them are ready."""
+
+        def look() -> list[dict[str, Any]] | None:
+            found = [shard for shard in self.shards(model) if shard["state"] == "ready"]
+            return found if len(found) >= count else None
+
+        return until(look, f"{count} ready of {model}", seconds)
+
+    def ask(self, model: str = "m", path: str = "/v1/chat/completions", key: str = "") -> tuple[int, dict[str, Any]]:
+        """One small answer through the router: status and body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.router, timeout=20)
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        body = {"model": model, "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+        try:
+            connection.request("POST", path, json.dumps(body), headers)
+            reply = connection.getresponse()
+            return reply.status, json.loads(reply.read())
+        finally:
+            connection.close()
+
+    def stream(self, model: str = "m", tokens: int = 50, key: str = "") -> Stream:
+        return Stream(self.router, model, tokens, key)
+
+    def close(self) -> dict[int, str]:
+        """End everything; returns what had to be killed that no daemon of this fleet was."""
+        for process in self.running.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+        left = processes(str(self.folder))
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: not processes(str(self.folder)), "everything killed")
+        return left

@@ -37,7 +37,8 @@ PURE_MAY_NOT = {
 TOP = {
     "server_tap": 99,
     "agent_tap": 99,
-    "pki": ORDER.index("wire") - 0.5,
+    "pki": ORDER.index("wire") - 0.6,
+    "pkifolder": ORDER.index("wire") - 0.5,
     "logs": ORDER.index("wire"),
     "sdnotify": ORDER.index("wire"),
 }

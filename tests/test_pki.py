@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from llmgw import pki
+from llmgw import pki, pkifolder
 from llmgw.testing.certificates import CLIENT, SERVER, Fleet
 
 NOW = datetime(2026, 10, 1, 12, 0, tzinfo=UTC)
@@ -134,9 +134,9 @@ def test_expiry_is_warned_about(left, stage, said):
 def test_files_are_made_whole_and_private(tmp_path):
     """init, server and node write keys 0600, an authority folder 0700, and OpenSSL agrees with the result."""
     folder = tmp_path / "pki"
-    pki.init(folder, datetime.now(UTC))
-    pki.add(folder, pki.SERVER, "cp1", datetime.now(UTC), ["127.0.0.1"])
-    pki.add(folder, pki.NODE, "n1", datetime.now(UTC))
+    pkifolder.init(folder, datetime.now(UTC))
+    pkifolder.add(folder, pki.SERVER, "cp1", datetime.now(UTC), ["127.0.0.1"])
+    pkifolder.add(folder, pki.NODE, "n1", datetime.now(UTC))
     assert sorted(path.name for path in folder.iterdir()) == ["ca.key", "ca.pem", "cp1.key", "cp1.pem", "n1.key", "n1.pem"]
     assert mode(folder) == 0o700
     assert {mode(path) for path in folder.glob("*.key")} == {0o600}
@@ -150,27 +150,27 @@ def test_files_are_made_whole_and_private(tmp_path):
 
 def test_existing_files_are_refused(tmp_path):
     """Nothing is written over: neither an authority nor a certificate, nor a key that an interrupted run left."""
-    pki.init(tmp_path, NOW)
-    pki.add(tmp_path, pki.NODE, "n1", NOW)
+    pkifolder.init(tmp_path, NOW)
+    pkifolder.add(tmp_path, pki.NODE, "n1", NOW)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(pki.PkiError, match=r"ca\.pem exists already"):
-        pki.init(tmp_path, NOW)
+        pkifolder.init(tmp_path, NOW)
     with pytest.raises(pki.PkiError, match="llmgw pki renew"):
-        pki.add(tmp_path, pki.SERVER, "n1", NOW, ["10.0.0.1"])
+        pkifolder.add(tmp_path, pki.SERVER, "n1", NOW, ["10.0.0.1"])
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "n1.pem").unlink()
     with pytest.raises(pki.PkiError, match=r"n1\.key exists already"):
-        pki.add(tmp_path, pki.NODE, "n1", NOW)
+        pkifolder.add(tmp_path, pki.NODE, "n1", NOW)
 
 
 def test_renewal_keeps_key_names_role_and_life(tmp_path):
     """A renewed certificate differs in serial and dates only, so every copy of the key stays right."""
-    pki.init(tmp_path, NOW)
-    old = pki.add(tmp_path, pki.SERVER, "cp1", NOW, ["cp1.example", "10.0.0.1"], days=90)
+    pkifolder.init(tmp_path, NOW)
+    old = pkifolder.add(tmp_path, pki.SERVER, "cp1", NOW, ["cp1.example", "10.0.0.1"], days=90)
     key = (tmp_path / "cp1.key").read_bytes()
     later = NOW + timedelta(days=60)
-    new = pki.renew(tmp_path, "cp1", later)
-    chain, private = pki.read_pair(tmp_path / "cp1.pem", tmp_path / "cp1.key")
+    new = pkifolder.renew(tmp_path, "cp1", later)
+    chain, private = pkifolder.read_pair(tmp_path / "cp1.pem", tmp_path / "cp1.key")
     assert chain == [new.certificate] and private.public_key() == old.key.public_key()
     assert (tmp_path / "cp1.key").read_bytes() == key
     assert pki.identity_of(new.certificate) == pki.identity_of(old.certificate)
@@ -181,12 +181,12 @@ def test_renewal_keeps_key_names_role_and_life(tmp_path):
 
 def test_renewed_authority_still_vouches_for_its_leaves(tmp_path):
     """The authority keeps key and fleet id, so certificates signed before and after are both good."""
-    old = pki.init(tmp_path, NOW, days=100)
-    leaf = pki.add(tmp_path, pki.NODE, "n1", NOW, days=100)
-    new = pki.renew(tmp_path, "ca", NOW + timedelta(days=90))
+    old = pkifolder.init(tmp_path, NOW, days=100)
+    leaf = pkifolder.add(tmp_path, pki.NODE, "n1", NOW, days=100)
+    new = pkifolder.renew(tmp_path, "ca", NOW + timedelta(days=90))
     assert pki.fleet_of(new.certificate) == pki.fleet_of(old.certificate)
     assert verify(leaf, new, NOW + timedelta(days=91)).subjects
-    assert pki.read_authority(tmp_path).certificate == new.certificate
+    assert pkifolder.read_authority(tmp_path).certificate == new.certificate
 
 
 def test_keys_that_others_can_read_are_refused(tmp_path):
@@ -194,7 +194,7 @@ def test_keys_that_others_can_read_are_refused(tmp_path):
     files = Fleet(NOW).write(tmp_path, "n1", Fleet(NOW).node("n1"))
     files.key.chmod(0o640)
     with pytest.raises(pki.PkiError, match=r"others can read the key .*n1\.key \(mode 0640\): run chmod 600"):
-        pki.read_key(files.key)
+        pkifolder.read_key(files.key)
 
 
 def test_mismatched_and_broken_files_are_refused(tmp_path):
@@ -203,39 +203,39 @@ def test_mismatched_and_broken_files_are_refused(tmp_path):
     one = fleet.write(tmp_path, "n1", fleet.node("n1"))
     two = fleet.write(tmp_path, "n2", fleet.node("n2"))
     with pytest.raises(pki.PkiError, match="is not the one of the certificate"):
-        pki.read_pair(one.certificate, two.key)
+        pkifolder.read_pair(one.certificate, two.key)
     two.key.write_bytes(b"\x00garbage")
     with pytest.raises(pki.PkiError, match="no unencrypted PEM private key"):
-        pki.read_key(two.key)
+        pkifolder.read_key(two.key)
     two.certificate.write_bytes(b"")
     with pytest.raises(pki.PkiError, match="holds no PEM certificate"):
-        pki.read_certificates(two.certificate)
+        pkifolder.read_certificates(two.certificate)
     with pytest.raises(pki.PkiError, match="No such file"):
-        pki.read_key(tmp_path / "absent.key")
+        pkifolder.read_key(tmp_path / "absent.key")
 
 
 def test_bundle_holds_everything_a_node_needs(tmp_path):
     """The archive is 0600, its key too, and it is refused where a file is already."""
-    pki.init(tmp_path, NOW)
-    pki.add(tmp_path, pki.NODE, "n1", NOW)
-    pki.write_bundle(tmp_path / "n1.tar.gz", tmp_path, "n1", "node: n1\n")
+    pkifolder.init(tmp_path, NOW)
+    pkifolder.add(tmp_path, pki.NODE, "n1", NOW)
+    pkifolder.write_bundle(tmp_path / "n1.tar.gz", tmp_path, "n1", "node: n1\n")
     assert mode(tmp_path / "n1.tar.gz") == 0o600
     with tarfile.open(tmp_path / "n1.tar.gz") as archive:
         modes = {member.name: member.mode for member in archive}
         assert archive.extractfile("n1.key").read() == (tmp_path / "n1.key").read_bytes()
     assert modes == {"ca.pem": 0o644, "n1.pem": 0o644, "n1.key": 0o600, "agent.yaml": 0o644}
     with pytest.raises(pki.PkiError, match="exists already"):
-        pki.write_bundle(tmp_path / "n1.tar.gz", tmp_path, "n1", "node: n1\n")
+        pkifolder.write_bundle(tmp_path / "n1.tar.gz", tmp_path, "n1", "node: n1\n")
 
 
 def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     """When writing fails, there is neither a part of the file nor its temporary, and the sentence says why."""
-    pki.init(tmp_path, NOW)
+    pkifolder.init(tmp_path, NOW)
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(pki.PkiError, match=r"cannot write .*n1\.key: No space left"):
-        pki.add(tmp_path, pki.NODE, "n1", NOW)
+        pkifolder.add(tmp_path, pki.NODE, "n1", NOW)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.key", "ca.pem"]

@@ -6,10 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-clean test test-all lint format venv clean
+.PHONY: demo demo-stop demo-clean test test-all lint format venv clean
 
 demo:
-	@PYTHON=$(PYTHON) KEEP=$(KEEP) sh etc/demo/run
+	@KEEP=$(KEEP) $(PYTHON) etc/demo/demo.py
+
+demo-stop:
+	@$(PYTHON) etc/demo/demo.py stop
 
 demo-clean:
 	rm -rf demo

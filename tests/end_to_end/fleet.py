@@ -17,13 +17,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 BIN = Path(sys.executable).parent
 PATIENCE = 20.0
 
 
-def until[T](found: Callable[[], T], what: str = "", seconds: float = PATIENCE) -> T:
+T = TypeVar("T")
+
+
+def until(found: Callable[[], T], what: str = "", seconds: float = PATIENCE) -> T:
     """The first true value of C{found}; errors count as "not yet"."""
     deadline, last = time.monotonic() + seconds, None
     while time.monotonic() < deadline:

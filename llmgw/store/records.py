@@ -8,7 +8,7 @@ L{llmgw.fleet.events.FleetEvent}; L{UsageRow} goes by C{add_usage} instead, sinc
 
 from __future__ import annotations
 
-from attrs import field, frozen
+from attrs import frozen
 
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.records import NodeRecord, ShardRecord

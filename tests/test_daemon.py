@@ -1,0 +1,142 @@
+"""Signals, the bounded stop and systemd's notifications, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llmgw.daemon import SystemdNotify
+from llmgw.logs import escape
+
+PROGRAM = """
+import os, sys, time
+import llmgw.daemon as daemon
+daemon.STOP_BUDGET = 1.0
+from twisted.application.service import MultiService
+from twisted.internet import reactor, threads
+from twisted.internet.defer import Deferred
+top = MultiService()
+life = daemon.Lifecycle(reactor, daemon.SystemdNotify(os.environ), lambda: print("reload", flush=True), lambda: "status line")
+life.setServiceParent(top)
+reactor.addSystemEventTrigger("before", "shutdown", top.stopService)
+def hang():
+    print("hung", flush=True)
+    time.sleep(60)
+def {name}():
+    {body}
+reactor.callWhenRunning(top.startService)
+reactor.callLater(0, lambda: reactor.callLater(0, {name}))
+reactor.callLater(0, lambda: reactor.callLater(0, lambda: print("up", flush=True)))
+reactor.run()
+print("clean", flush=True)
+"""
+
+
+def start(body: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    program = PROGRAM.format(name="do", body=body)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def finish(process: subprocess.Popen[str], seconds: float) -> tuple[float, str, str]:
+    begin = time.monotonic()
+    out, err = process.communicate(timeout=seconds)
+    return time.monotonic() - begin, out, err
+
+
+def test_sigterm_is_a_clean_stop():
+    """Exit status 0, at once."""
+    process = start("pass")
+    process.send_signal(signal.SIGTERM)
+    _, out, _ = finish(process, 5)
+    assert (process.returncode, out) == (0, "clean\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "blamed"),
+    [
+        ("threads.deferToThread(hang)", "in hang"),
+        ("reactor.addSystemEventTrigger('before', 'shutdown', Deferred); print('hung', flush=True)", "reactor"),
+        ("reactor.callLater(0.05, hang)", "in hang"),
+    ],
+)
+def test_a_hung_stop_ends_in_time_and_says_where(body, blamed):
+    """A blocked pool thread, a Deferred that never fires, a blocked reactor: the stack is printed, the status is 1."""
+    process = start(body)
+    assert process.stdout.readline() == "hung\n"
+    process.send_signal(signal.SIGTERM)
+    took, out, err = finish(process, 10)
+    assert process.returncode == 1
+    assert "most recent call first" in err and blamed in err
+    assert "clean" not in out
+    assert took < 5
+
+
+def test_a_second_signal_means_now():
+    """The operator's second SIGTERM does not wait for the first."""
+    process = start("threads.deferToThread(time.sleep, 60)")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    finish(process, 5)
+    assert process.returncode == 1
+
+
+def test_sighup_reloads_and_goes_on():
+    """SIGHUP, which would end a plain twistd, calls reload."""
+    process = start("pass")
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "reload\n"
+    process.send_signal(signal.SIGTERM)
+    finish(process, 5)
+    assert process.returncode == 0
+
+
+def test_systemd_hears_of_watchdog_status_and_stop(tmp_path):
+    """WATCHDOG=1 comes from the reactor, STATUS when it changes, STOPPING first in a stop."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(str(tmp_path / "notify"))
+        notify.settimeout(5)
+        process = start("pass", {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"})
+        heard = [notify.recv(200), notify.recv(200)]
+        process.send_signal(signal.SIGTERM)
+        while b"STOPPING=1" not in heard:
+            heard.append(notify.recv(200))
+        finish(process, 5)
+    assert b"WATCHDOG=1" in heard
+    assert b"STATUS=status line" in heard
+
+
+def test_an_abstract_notify_socket():
+    """systemd may hand out a name in the abstract namespace."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        name = f"llmgw-test-{os.getpid()}"
+        notify.bind("\0" + name)
+        notify.settimeout(5)
+        SystemdNotify({"NOTIFY_SOCKET": "@" + name}).tell(READY="1", STATUS="x")
+        assert notify.recv(200) == b"READY=1\nSTATUS=x"
+
+
+def test_no_notify_socket_and_a_dead_one_are_silent():
+    """Without systemd nothing happens, and a supervisor that went away is no error."""
+    SystemdNotify({}).tell(READY="1")
+    SystemdNotify({"NOTIFY_SOCKET": "/nonexistent/notify"}).tell(READY="1")
+    assert SystemdNotify({"WATCHDOG_USEC": "x"}).watchdog is None
+
+
+@pytest.mark.parametrize("bad", ["\n", "\x1b[31m", "\u2028", "\u202e", "\x9b", "\ud800"])
+def test_no_text_forges_a_log_line(bad):
+    """Line ends, escapes and direction marks are shown, not obeyed."""
+    assert bad not in escape(f"a{bad}b") and escape(f"a{bad}b").encode()

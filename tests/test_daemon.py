@@ -31,8 +31,7 @@ def hang():
 def {name}():
     {body}
 reactor.callWhenRunning(top.startService)
-reactor.callLater(0, lambda: reactor.callLater(0, {name}))
-reactor.callLater(0, lambda: reactor.callLater(0, lambda: print("up", flush=True)))
+reactor.callLater(0, lambda: reactor.callLater(0, lambda: (print("up", flush=True), {name}())))
 reactor.run()
 print("clean", flush=True)
 """

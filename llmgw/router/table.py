@@ -81,6 +81,7 @@ class KeyEntry(Struct, frozen=True, omit_defaults=True):
     @ivar digest: hex SHA-256 of the whole key as the caller sends it.
     @ivar models: names it may use (a name covers its aliases); empty allows all.
     @ivar team: limits are shared by all keys of a team where it is not empty.
+    @ivar priority: above 0 is the high class: served first where requests wait.
     @ivar expires: wall clock, seconds since 1970.
     """
 
@@ -93,7 +94,7 @@ class KeyEntry(Struct, frozen=True, omit_defaults=True):
     tpm: int | None = None
     tpd: int | None = None
     concurrency: int | None = None
-    priority: str = "low"
+    priority: int = 0
     expires: float | None = None
 
 

@@ -8,24 +8,15 @@ systemd takes; a traceback is indented behind its line.
 from __future__ import annotations
 
 import json as json_module
-import re
 import sys
 from typing import Any, TextIO
 
 from twisted.logger import ILogObserver, LogEvent, formatEvent, formatTime
 from zope.interface import implementer
 
-# C0 and C1 controls, line and paragraph separators, and the marks that turn text around.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_MOST = 8192
+from llmgw.fleet.line import escape
+
 _OURS = frozenset({"log_level", "log_namespace", "log_time", "log_format", "log_logger", "log_source", "log_failure"})
-
-
-def escape(text: str) -> str:
-    """C{text} on one line, bounded, with nothing in it that a terminal would act on."""
-    if len(text) > _MOST:
-        text = f"{text[:_MOST]} ... ({len(text) - _MOST} more)"
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def _level(event: LogEvent) -> str:

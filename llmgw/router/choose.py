@@ -1,0 +1,182 @@
+"""Which endpoint answers a request: policies over what is in flight, and a word for the access log saying why.
+
+Least cost is the default because it alone kept both the caches and the loads in order on real traces: the cost of an
+endpoint is the prompt's blocks that it would have to prefill, plus a price for each request in flight there above the
+least loaded one. (Following the longest prefix alone made one endpoint three times as hot as the mean; hashing spread
+the requests in flight three times as wide.)
+
+What may surprise: the loads are read once per choice, for all candidates together, and only the endpoint that wins is
+looked at for its breaker and limit. Only if it may not be taken are the others examined. So a healthy group costs a few
+microseconds whatever its size, and only one with something wrong pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from llmgw.router.breaker import Breaker
+from llmgw.router.scoreboard import Scoreboard
+
+REQUEST_BLOCKS = 2
+"""What one request in flight above the least loaded endpoint is worth, in blocks of prompt."""
+
+NEVER = 1 << 40
+NOTHING: Mapping[int, int] = {}
+
+Random = Callable[[], float]
+
+
+class Candidate:
+    """An endpoint as a worker sees it. Subclass it to add what connecting needs.
+
+    @ivar id: its name in logs and metrics.
+    @ivar row: its row in the scoreboard.
+    @ivar limit: how many requests may be in flight there, over all workers; 0 means no limit.
+    @ivar share: its weight under the policy C{weighted}.
+    """
+
+    __slots__ = ("breaker", "id", "limit", "row", "share")
+
+    def __init__(self, id: str, row: int, limit: int = 0, share: int = 1) -> None:
+        self.id, self.row, self.limit, self.share = id, row, limit, share
+        self.breaker = Breaker()
+
+
+class Group:
+    """The candidates of one model with the model's policy. Made anew for each routing table; breakers move over."""
+
+    def __init__(self, board: Scoreboard, candidates: Sequence[Candidate], policy: str, random: Random) -> None:
+        self.candidates = list(candidates)
+        self.rows = [candidate.row for candidate in candidates]
+        self._board, self._random = board, random
+        self._shares = [max(0, candidate.share) for candidate in candidates]
+        self._turn = int(random() * len(self.candidates)) if candidates else 0
+        self._find = POLICIES[policy]
+
+    def choose(
+        self,
+        now: float,
+        held: Mapping[int, int] = NOTHING,
+        blocks: int = 0,
+        session: int | None = None,
+        excluded: Collection[Candidate] = (),
+    ) -> tuple[Candidate | None, str]:
+        """The endpoint to try next, and why it.
+
+        Nothing is counted here: the caller enters the endpoint's row (and, if that fails, excludes it and chooses again).
+
+        @param now: the monotonic clock, for breakers.
+        @param held: by candidate's index, how many of the prompt's first blocks it likely holds (router/prefixes.py).
+        @param blocks: how many blocks the prompt has.
+        @param session: the index of the candidate that the request's session was at last.
+        @param excluded: endpoints already tried, or found full.
+        @return: C{(candidate, reason)}; reasons are C{only}, C{session}, C{prefix}, C{spill} (another one holds more of
+            the prompt but is too busy), C{least}, C{turn}, C{share}, C{probe}; or C{(None, reason)} with C{full} (one
+            will have room), C{open} (all usable ones are broken), C{none} (there is nothing to try).
+        """
+        if not self.candidates:
+            return None, "none"
+        loads = self._board.loads(self.rows)
+        index, reason = self._find(self, loads, held, blocks, session)
+        found = self.candidates[index]
+        if found.breaker.blocked_until or found in excluded or 0 < found.limit <= loads[index]:
+            return self._second_choice(loads, now, held, blocks, session, excluded)
+        return found, reason
+
+    def _second_choice(
+        self,
+        loads: list[int],
+        now: float,
+        held: Mapping[int, int],
+        blocks: int,
+        session: int | None,
+        excluded: Collection[Candidate],
+    ) -> tuple[Candidate | None, str]:
+        """The choice among those that may be taken; the others count as endlessly loaded."""
+        why = "none"
+        usable = 0
+        for index, candidate in enumerate(self.candidates):
+            if candidate in excluded:
+                loads[index] = NEVER
+            elif candidate.breaker.blocked_until > now:
+                loads[index] = NEVER
+                why = "open" if why == "none" else why
+            elif 0 < candidate.limit <= loads[index]:
+                loads[index] = NEVER
+                why = "full"
+            else:
+                usable += 1
+        if not usable:
+            return None, why
+        index, reason = self._find(self, loads, held, blocks, session)
+        found = self.candidates[index]
+        if found.breaker.blocked_until:
+            return found, "probe"
+        return found, "only" if usable == 1 else reason
+
+    # Policies: (loads, held, blocks, session) -> (index, reason). A load of NEVER is not to be chosen.
+
+    def _least(self, loads: list[int]) -> int:
+        least = min(loads)
+        count = loads.count(least)
+        if count == 1:
+            return loads.index(least)
+        nth = int(self._random() * count)
+        return [index for index, load in enumerate(loads) if load == least][nth]
+
+    def _least_inflight(self, loads: list[int], held: Mapping[int, int], blocks: int, session: int | None) -> tuple[int, str]:
+        return self._least(loads), "least"
+
+    def _least_cost(self, loads: list[int], held: Mapping[int, int], blocks: int, session: int | None) -> tuple[int, str]:
+        if session is not None:
+            held = {**held, session: max(blocks, SESSION_BLOCKS)}
+            blocks = max(blocks, SESSION_BLOCKS)
+        if not held:
+            return self._least(loads), "least"
+        least = min(loads)
+        best, winners, longest = blocks, [], 0
+        for index, depth in held.items():
+            cost = blocks - depth + REQUEST_BLOCKS * (loads[index] - least)
+            if depth > longest and loads[index] < NEVER:
+                longest = depth
+            if cost < best:
+                best, winners = cost, [index]
+            elif cost == best and winners:
+                winners.append(index)
+        if not winners:
+            return self._least(loads), "spill" if longest else "least"
+        index = winners[0] if len(winners) == 1 else winners[int(self._random() * len(winners))]
+        if index == session:
+            return index, "session"
+        return index, "prefix" if held[index] == longest else "spill"
+
+    def _round_robin(self, loads: list[int], held: Mapping[int, int], blocks: int, session: int | None) -> tuple[int, str]:
+        count = len(loads)
+        for _ in range(count):
+            self._turn = (self._turn + 1) % count
+            if loads[self._turn] < NEVER:
+                break
+        return self._turn, "turn"
+
+    def _weighted(self, loads: list[int], held: Mapping[int, int], blocks: int, session: int | None) -> tuple[int, str]:
+        shares = [share if load < NEVER else 0 for share, load in zip(self._shares, loads, strict=True)]
+        total = sum(shares)
+        if not total:
+            return self._least(loads), "least"
+        point = self._random() * total
+        for index, share in enumerate(shares):
+            point -= share
+            if point < 0:
+                return index, "share"
+        return max(range(len(shares)), key=shares.__getitem__), "share"
+
+
+SESSION_BLOCKS = 8
+"""The least that a session counts for, in blocks: a short prompt's session, too, outweighs a few requests in flight."""
+
+POLICIES = {
+    "least_cost": Group._least_cost,
+    "least_inflight": Group._least_inflight,
+    "round_robin": Group._round_robin,
+    "weighted": Group._weighted,
+}

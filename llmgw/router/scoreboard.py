@@ -1,0 +1,346 @@
+"""What the router's workers must count together: one file of 64-bit cells, mapped by the server and by every worker.
+
+A bound over several processes without a lock: each process has a B{column} that only it writes, and everybody reads the
+sum. To take a place, raise the own cell, then read the sum, and withdraw if it is above the limit. Of two that race for
+the last place at least one sees the other, so the bound is never exceeded; both may withdraw, so a refusal is not a proof
+that it is full (whoever waits, looks again).
+
+The file, in cells of 8 bytes::
+
+    0 magic   1 rows   2 columns   3 columns in use   4 directory revision   5..63 free
+    64 ...            per column: owner's pid, its start time, table version it routes by, 5 free
+    then per row:     hash of the name the row is for (0: free), table version that dropped it (0: in use)
+    then per column:  for each row WIDTH cells
+
+A B{row} is named by the index of its first cell in a column, so the hot path has no arithmetic: C{own[row]} is in flight.
+What the cells of a row mean depends on what it is for:
+
+    ========  ==========  ==========================================================================
+    endpoint  IN_FLIGHT   requests at this endpoint
+              ELSEWHERE   load that did not come through these workers (only the server writes it)
+    model     IN_FLIGHT   requests of this model
+              WAITING     requests in this worker's queue; HEAD: its first waiter's place in line
+    key       IN_FLIGHT   requests of this key (or team); the other cells belong to router/limits.py
+    ========  ==========  ==========================================================================
+
+Column 0 is the server's. The file outlives the server, as workers do: a new server attaches to the same file, finds the
+names of the rows in it, gives its new workers free columns and goes on counting what the old workers still have in
+flight. Columns whose owner (pid and start time) is gone are zeroed by L{Scoreboard.sweep}. A row is used again only when
+every living worker routes by a table that no longer has it and it sums to 0. A file of another layout is replaced by
+rename: workers of an older release then keep counting in the old one until they have finished.
+
+The file belongs in memory (L{shared_file}): on a disk, the kernel's writeback would now and then stop a worker at a count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from llmgw.errors import LlmgwError
+
+MAGIC = 0x6C6C6D6777_01
+WIDTH = 8
+ZEROS = memoryview(bytes(WIDTH * 8)).cast("q")
+HEAD_CELLS = 64
+OWNER_CELLS = 8
+PID, STARTED, ACKNOWLEDGED = 0, 1, 2
+MARK, REVISION = 3, 4
+
+IN_FLIGHT = 0
+ELSEWHERE = 1
+WAITING, HEAD = 1, 2
+
+
+class ScoreboardFull(LlmgwError):
+    """There is no free row or column."""
+
+
+class ScoreboardAbsent(LlmgwError):
+    """There is no scoreboard at this path, or it has another layout."""
+
+
+def shared_file(state: Path, name: str) -> Path:
+    """Where a file shared by the processes of the server with this C{state} folder belongs: in memory, if there is room."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        return state / name
+    digest = hashlib.sha256(os.fsencode(state.resolve())).hexdigest()[:16]
+    return shm / f"llmgw-{os.getuid()}-{digest}-{name}"
+
+
+def started(pid: int) -> int:
+    """When C{pid} started, in clock ticks since boot; 0 if there is no such process or it is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def name_hash(name: str) -> int:
+    """The directory's mark of a row's name; never 0."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) or 1
+
+
+def map_file(path: Path, size: int) -> mmap.mmap:
+    """Map C{size} bytes of C{path}, which must be ours and of that size.
+
+    @raise ScoreboardAbsent: it is not.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ScoreboardAbsent(f"{path}: cannot be opened: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid() or status.st_size != size:
+            raise ScoreboardAbsent(f"{path}: has {status.st_size} bytes, not {size}, or is not ours")
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def new_file(path: Path, size: int, first: bytes) -> None:
+    """Put a file of C{size} zero bytes that begins with C{first} in place of C{path}, readable by us only."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+        os.pwrite(descriptor, first, 0)
+    finally:
+        os.close(descriptor)
+    os.rename(scratch, path)
+
+
+class Scoreboard:
+    """The mapped file, seen from one process.
+
+    @ivar own: this process's column; index it with a row (plus a cell).
+    @ivar others: the columns in use that belong to other processes, the server's last.
+    """
+
+    def __init__(self, path: Path, column: int, rows: int = 8192, columns: int = 32) -> None:
+        """Map an existing file. The server uses L{create}, a worker L{attach}.
+
+        @raise ScoreboardAbsent: there is no such file of this layout.
+        """
+        self.path, self.column, self.rows, self.columns = path, column, rows, columns
+        cells = HEAD_CELLS + columns * OWNER_CELLS + rows * 2 + columns * rows * WIDTH
+        self._map = map_file(path, cells * 8)
+        self._cells = memoryview(self._map).cast("q")
+        self._owners = HEAD_CELLS
+        self._directory = self._owners + columns * OWNER_CELLS
+        self._first = self._directory + rows * 2
+        if list(self._cells[:3]) != [MAGIC, rows, columns]:
+            raise ScoreboardAbsent(f"{path}: is a scoreboard of another layout")
+        self._fence = threading.Lock()
+        self._mark = -1
+        self._rows: dict[str, int] = {}
+        self.own = self.view(column)
+        self.others: list[memoryview[int]] = []
+        self._look()
+
+    @classmethod
+    def create(cls, path: Path, rows: int = 8192, columns: int = 32) -> Scoreboard:
+        """The server's view: of the file that is there, else of a new one. Dead owners' columns are zeroed."""
+        try:
+            board = cls(path, 0, rows, columns)
+        except ScoreboardAbsent:
+            first = b"".join(value.to_bytes(8, "little") for value in (MAGIC, rows, columns, 1))
+            size = HEAD_CELLS + columns * OWNER_CELLS + rows * 2 + columns * rows * WIDTH
+            new_file(path, size * 8, first)
+            board = cls(path, 0, rows, columns)
+        board.set_owner(0, os.getpid())
+        board.sweep()
+        return board
+
+    @classmethod
+    def attach(cls, path: Path, column: int, rows: int = 8192, columns: int = 32) -> Scoreboard:
+        """A worker's view, with the column that its server claimed for it."""
+        board = cls(path, column, rows, columns)
+        board.set_owner(column, os.getpid())
+        return board
+
+    def close(self) -> None:
+        """Unmap. The counts stay as they are."""
+        for view in (self.own, *self.others, self._server, self._cells):
+            view.release()
+        self.others = []
+        self._map.close()
+
+    def view(self, column: int) -> memoryview[int]:
+        """The cells of one column."""
+        start = self._first + column * self.rows * WIDTH
+        return self._cells[start : start + self.rows * WIDTH]
+
+    # The hot path.
+
+    def enter(self, row: int, limit: int) -> bool:
+        """Take a place in C{row} unless that makes more than C{limit} over all processes (0: no limit)."""
+        own = self.own
+        own[row] += 1
+        if not limit:
+            return True
+        # A locked instruction: without it, the processor may read the others' cells before ours is visible to them.
+        with self._fence:
+            pass
+        if self.total(row) <= limit:
+            return True
+        own[row] -= 1
+        return False
+
+    def leave(self, row: int) -> None:
+        """Give the place back; once per successful L{enter}."""
+        self.own[row] -= 1
+
+    def total(self, row: int) -> int:
+        """The sum of one cell over all columns in use; add a cell's number to the row for another than IN_FLIGHT."""
+        if self._cells[MARK] != self._mark:
+            self._look()
+        total = self.own[row]
+        for column in self.others:
+            total += column[row]
+        return total
+
+    def loads(self, rows: Iterable[int]) -> list[int]:
+        """For each endpoint's row, what is in flight there: ours over all processes, and what the engine reports besides."""
+        if self._cells[MARK] != self._mark:
+            self._look()
+        own, server = self.own, self._server
+        if len(self.others) == 1:
+            return [own[row] + server[row + 1] for row in rows]
+        if len(self.others) == 2:
+            other = self.others[0]
+            return [own[row] + other[row] + server[row + 1] for row in rows]
+        columns = [own, *self.others[:-1]]
+        return [sum([column[row] for column in columns]) + server[row + 1] for row in rows]
+
+    def _look(self) -> None:
+        """Follow the number of columns in use. It only grows under a worker, and before the new column's worker counts."""
+        self._mark = self._cells[MARK]
+        numbers = [number for number in range(1, self._mark) if number != self.column]
+        if self.column:
+            numbers.append(0)
+        for view in self.others:
+            view.release()
+        self.others = [self.view(number) for number in numbers]
+        self._server = self.view(0)
+
+    # Rows.
+
+    def row(self, name: str) -> int | None:
+        """The row for a name (C{endpoint/ID}, C{model/NAME}, C{key/ID}, C{team/NAME}), or None if it has none."""
+        wanted = name_hash(name)
+        found = self._rows.get(name)
+        if found is not None and self._cells[self._directory + found // WIDTH * 2] == wanted:
+            return found
+        marks = self._marks()
+        if wanted not in marks:
+            return None
+        self._rows[name] = row = marks.index(wanted) * WIDTH
+        return row
+
+    def _marks(self) -> list[int]:
+        return self._cells[self._directory : self._directory + self.rows * 2].tolist()[::2]
+
+    def assign(self, names: Iterable[str], version: int) -> dict[str, int]:
+        """Give each of the names that table C{version} will hold its row, and begin to retire the rows of all others.
+
+        Only the server calls this, before it publishes that version.
+
+        @raise ScoreboardFull: too many names; those that had rows keep them.
+        """
+        marks = self._marks()
+        known = {mark: number for number, mark in enumerate(marks) if mark}
+        free = [number for number, mark in enumerate(marks) if not mark]
+        free.reverse()
+        assigned: dict[str, int] = {}
+        for name in sorted(set(names)):
+            mark = name_hash(name)
+            number = known.pop(mark, -1)
+            if number < 0:
+                number = self._fresh(free)
+                self._cells[self._directory + number * 2] = mark
+            self._cells[self._directory + number * 2 + 1] = 0
+            assigned[name] = number * WIDTH
+        for number in known.values():
+            at = self._directory + number * 2
+            self._cells[at + 1] = self._cells[at + 1] or version
+        self._rows.update(assigned)
+        return assigned
+
+    def _fresh(self, free: list[int]) -> int:
+        if not free:
+            free.extend(self.reclaim())
+        if not free:
+            raise ScoreboardFull(f"{self.path}: all {self.rows} rows are in use; have fewer endpoints, models and keys")
+        return free.pop()
+
+    def reclaim(self) -> list[int]:
+        """Free the rows that the living workers' tables no longer hold and that sum to 0; returns their numbers."""
+        living = [number for number in range(1, self._cells[MARK]) if self._cells[self._owner(number) + PID]]
+        oldest = min((self._cells[self._owner(number) + ACKNOWLEDGED] for number in living), default=2**62)
+        freed = []
+        for number in range(self.rows):
+            at, row = self._directory + number * 2, number * WIDTH
+            if self._cells[at] and 0 < self._cells[at + 1] <= oldest and not self.total(row):
+                self._cells[at] = self._cells[at + 1] = 0
+                for column in (self.own, *self.others):
+                    column[row : row + WIDTH] = ZEROS
+                freed.append(number)
+        return freed
+
+    # Columns.
+
+    def _owner(self, column: int) -> int:
+        return self._owners + column * OWNER_CELLS
+
+    def set_owner(self, column: int, pid: int) -> None:
+        """Say which process counts in C{column}."""
+        at = self._owner(column)
+        self._cells[at + STARTED] = started(pid)
+        self._cells[at + PID] = pid
+
+    def claim(self) -> int:
+        """A zeroed column for a worker about to be started; the server's until L{set_owner} or L{attach}.
+
+        @raise ScoreboardFull: more workers, old and new, than columns.
+        """
+        for column in range(1, self.columns):
+            if not self._cells[self._owner(column) + PID]:
+                self.clear(column)
+                self.set_owner(column, os.getpid())
+                self._cells[MARK] = max(self._cells[MARK], column + 1)
+                return column
+        raise ScoreboardFull(f"{self.path}: all {self.columns} columns are in use; older workers have yet to finish")
+
+    def clear(self, column: int) -> None:
+        """Zero the column of a worker that has died, and free it."""
+        with self.view(column) as cells:
+            for number, mark in enumerate(self._marks()):
+                if mark:
+                    cells[number * WIDTH : (number + 1) * WIDTH] = ZEROS
+        at = self._owner(column)
+        self._cells[at + PID] = self._cells[at + STARTED] = self._cells[at + ACKNOWLEDGED] = 0
+
+    def sweep(self) -> list[int]:
+        """Clear every column whose owner is no more, also those of workers that another server started."""
+        dead = []
+        for column in range(1, self._cells[MARK]):
+            at = self._owner(column)
+            pid = self._cells[at + PID]
+            if pid and started(pid) != self._cells[at + STARTED]:
+                self.clear(column)
+                dead.append(column)
+        return dead
+
+    def acknowledge(self, version: int) -> None:
+        """A worker routes by table C{version} now and has nothing more to do with rows that it does not hold."""
+        self._cells[self._owner(self.column) + ACKNOWLEDGED] = version

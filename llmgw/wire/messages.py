@@ -35,7 +35,7 @@ C{inspect}     leader    operation, epoch, leader, weights, engine              
 C{fetch_log}   leader    operation, epoch, leader, shard, attempt, offset, limit                                    C{done}
 C{done}        agent     operation, ok, error, result                                                               -
 C{beat}        server    serial, epoch, clock                                                                       C{report}
-C{goaway}      server    reason, leader, addresses                                                                  -
+C{goaway}      server    reason, leader, addresses, text                                                            -
 C{bye}         agent     reason, running: the shards left running                                                   -
 =============  ========  =========================================================================================  ============
 
@@ -208,11 +208,12 @@ class Beat:
 
 @frozen
 class Goaway:
-    """The server ends the link on purpose."""
+    """The server ends the link on purpose; C{text} is the sentence for both logs, where C{reason} alone says too little."""
 
     reason: str
     leader: str = ""
     addresses: tuple[str, ...] = ()
+    text: str = ""
 
 
 @frozen

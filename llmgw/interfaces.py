@@ -53,7 +53,8 @@ class SecretFile:
 
 @frozen
 class ShardLaunch:
-    """How to start one shard. C{environment} holds all that the engine gets besides the agent's scrubbed base.
+    """How to start one shard. C{environment} wins over what agent.yaml sets, C{defaults} give way to it; see
+    C{engines.launch.child_environment}. C{{secret:NAME}} in argv or environment stands for a secret file's path.
 
     C{ready} is the path that answers 200 when the engine serves, C{models} the path whose answer must list the served
     name (empty: this engine has none). Both None on a rank that serves no HTTP: ready is then "alive and C{phase} said so".
@@ -62,6 +63,7 @@ class ShardLaunch:
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(factory=dict)
+    defaults: Mapping[str, str] = field(factory=dict)
     secrets: tuple[SecretFile, ...] = ()
     url: str = ""
     ready: str | None = "/health"
@@ -108,6 +110,11 @@ class IEngineAdapter(Interface):
 
         Called with whatever is known: on the server for a whole catalog (no node), on the agent before a launch (all of it).
         """
+
+    def warnings(
+        profile: Profile, files: WeightFiles | None, node: NodeFacts | None, installation: Installation | None, flags: Flags
+    ) -> list[Problem]:
+        """What works but worse than meant, or could not be checked. Shown, never a reason to refuse."""
 
     def launch(
         profile: Profile,
@@ -170,6 +177,13 @@ class ILeadership(Interface):
 
     def start() -> Deferred[None]:
         """Begin to contend; fires when that has begun, not when it has been won."""
+
+    def outrank(epoch: int) -> Deferred[int]:
+        """Raise the held epoch above C{epoch}, which an agent has seen: a store that was lost or restored begins too low.
+
+        @return: the new epoch.
+        @raise LlmgwError: not the holder, or the jump is larger than 1,000,000 (nobody may burn the counter).
+        """
 
     def release() -> Deferred[None]:
         """Let go on purpose, so that another can take over at once."""

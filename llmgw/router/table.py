@@ -33,7 +33,7 @@ class RoutedEndpoint(Struct, frozen=True, omit_defaults=True):
     @ivar base: path before C{/v1}, without a slash at its end; mostly empty.
     @ivar key: what goes into C{Authorization} towards it, in place of the caller's; empty sends none.
     @ivar model: the name it serves the model under; requests are rewritten to it where the caller asked for another.
-    @ivar row: its row in the scoreboard, unique among the endpoints of the table.
+    @ivar row: its row in the scoreboard; C{server/workers.py} assigns it when it publishes.
     @ivar share: its weight in the policy C{weighted}.
     @ivar limit: how many requests it runs at once, None unknown.
     @ivar static: run by somebody else: the routers probe it themselves.
@@ -43,7 +43,7 @@ class RoutedEndpoint(Struct, frozen=True, omit_defaults=True):
     host: str
     port: int
     model: str
-    row: int
+    row: int = 0
     base: str = ""
     tls: bool = False
     key: str = ""
@@ -116,7 +116,7 @@ class Table(Struct, frozen=True, omit_defaults=True):
     access_log: str = ""
 
 
-def endpoint(id: str, url: str, *, model: str, row: int, key: str = "", share: int = 1, limit: int | None = None,
+def endpoint(id: str, url: str, *, model: str, row: int = 0, key: str = "", share: int = 1, limit: int | None = None,
              static: bool = False) -> RoutedEndpoint:  # fmt: skip
     """An endpoint from its URL; a C{/v1} at the end of the path is taken off, since not all of an engine's paths lie under it.
 

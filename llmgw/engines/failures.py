@@ -1,0 +1,165 @@
+"""From an exit status and the end of an engine's output to one sentence: the first cause, not the last line.
+
+Engines end in pages of consequences. So of all known failures the one that stands furthest up in the output wins; only
+when none is known do the signal, the first exception and the bare status speak, in this order.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+
+from attrs import frozen
+
+from llmgw.fleet.shard import Diagnosis, ShardExit
+
+CONFIGURATION, RETRY, CLEAN, NODE, SOURCE, UNKNOWN = (
+    "configuration",
+    "retry",
+    "clean_and_retry",
+    "node",
+    "source",
+    "unknown",
+)
+
+
+@frozen
+class Failure:
+    """One known failure: how it looks in the output, its cause's class, the sentence (with the pattern's groups), the advice."""
+
+    pattern: re.Pattern[str]
+    cause: str
+    text: str
+    advice: str = ""
+
+
+def failure(pattern: str, cause: str, text: str, advice: str = "") -> Failure:
+    """A L{Failure} of a pattern in text form; C{.} never crosses a line."""
+    return Failure(re.compile(pattern), cause, text, advice)
+
+
+ANY_ENGINE: tuple[Failure, ...] = (
+    failure(
+        r"(?:Address already in use|EADDRINUSE|couldn't bind HTTP server socket)",
+        RETRY,
+        "a port it was given is in use",
+        "It is tried again on other ports; if it goes on, see with `ss -lptn` who holds them.",
+    ),
+    failure(
+        r"No space left on device",
+        NODE,
+        "a disk of the node is full",
+        "Free space where the engine writes (cache, TMPDIR, /dev/shm).",
+    ),
+    failure(
+        r"Too many open files",
+        NODE,
+        "it ran out of file descriptors",
+        "Raise LimitNOFILE of llmgw-agent to 65535 or more.",
+    ),
+    failure(
+        r"(?:CUDA out of memory|cudaMalloc failed: out of memory|CUDA error: out of memory|torch\.OutOfMemoryError)",
+        CONFIGURATION,
+        "it ran out of device memory",
+        "Lower `context` or the number of requests at once, or use more devices.",
+    ),
+    failure(
+        r"no kernel image is available for execution on the device",
+        CONFIGURATION,
+        "this build of the engine has no kernels for this GPU",
+        "Use an engine build for the GPU's compute capability.",
+    ),
+    failure(
+        r"NVIDIA driver on your system is too old \(found version (?P<found>\d+)\)",
+        NODE,
+        "the NVIDIA driver is too old for this engine build (it offers CUDA {found})",
+        "Update the driver or use an engine built for an older CUDA.",
+    ),
+    failure(
+        r"(?:Driver/library version mismatch|NVML/RM version mismatch)",
+        NODE,
+        "the NVIDIA driver was updated under a running kernel module",
+        "Reboot the node.",
+    ),
+    failure(
+        r"(?:GPU has fallen off the bus|GPU is lost|NVML_ERROR_GPU_IS_LOST)",
+        NODE,
+        "a GPU has fallen off the bus",
+        "Cordon the node and reboot it.",
+    ),
+    failure(
+        r"(?:[Ee]rror 802|system not yet initialized)",
+        NODE,
+        "the GPUs' fabric is not up (CUDA error 802)",
+        "Start nvidia-fabricmanager of the driver's own version.",
+    ),
+    failure(
+        r"CUDA error: an illegal memory access was encountered",
+        RETRY,
+        "a GPU kernel accessed memory that is not its own",
+        "If it repeats on one GPU, suspect the GPU; if on several, the engine.",
+    ),
+    failure(
+        r"(?:shared memory segment /dev/shm/\S*|Bus error \(core dumped\))",
+        NODE,
+        "/dev/shm is too small or full",
+        "Give the node at least 1 GiB of /dev/shm for each engine, and remove segments of dead processes.",
+    ),
+)
+
+_SIGNALS = {
+    signal.SIGILL: (
+        NODE,
+        "it used an instruction that this CPU does not have: it was built for another CPU",
+        "Build or install the engine for this machine.",
+    ),
+    signal.SIGBUS: (
+        NODE,
+        "it hit a bus error: /dev/shm or a mapped file ran out",
+        "Look at free space in /dev/shm and the disk.",
+    ),
+    signal.SIGSEGV: (UNKNOWN, "it crashed by a segmentation fault", "Read its output; try another engine version."),
+    signal.SIGABRT: (UNKNOWN, "it aborted itself", "Read its output."),
+    signal.SIGKILL: (
+        UNKNOWN,
+        "it was killed by SIGKILL, and not by llmgw: most often the kernel's out-of-memory killer",
+        "Look for `oom` in the kernel log; raise `resources.host_memory` or lower `context`.",
+    ),
+    signal.SIGTERM: (UNKNOWN, "somebody else sent it SIGTERM", "Stop engines with `llmgw stop` or `llmgw drain`."),
+}
+
+# "(EngineCore pid=12) ERROR 10-01 12:00:00 [core.py:7] ValueError: ..." and plain tracebacks alike.
+_EXCEPTION = re.compile(r"^(?:.*\] )?(?P<error>(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception)\b: .*\S)", re.MULTILINE)
+_COMPLAINT = re.compile(r"^.*\b(?:error|fatal|panic)\b.*$", re.IGNORECASE | re.MULTILINE)
+
+
+def diagnosis(engine: str, table: Iterable[Failure], exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
+    """The first cause by C{table} and L{ANY_ENGINE}; else what signal, exceptions and status say.
+
+    @param engine: how the sentence calls the engine, e.g. C{vLLM}.
+    """
+    text = "\n".join(tail)
+    found = _earliest([*table, *ANY_ENGINE], text)
+    if found:
+        known, match = found
+        groups = {name: value or "?" for name, value in match.groupdict().items()}
+        return Diagnosis(known.cause, f"{engine}: {known.text.format(**groups)}", known.advice)
+    return _unknown(engine, exit, text)
+
+
+def _earliest(table: list[Failure], text: str) -> tuple[Failure, re.Match[str]] | None:
+    hits = [(match.start(), order, known, match) for order, known in enumerate(table) if (match := known.pattern.search(text))]
+    return min(hits, key=lambda hit: hit[:2])[2:] if hits else None
+
+
+def _unknown(engine: str, exit: ShardExit, text: str) -> Diagnosis:
+    if exit.forced:
+        return Diagnosis(UNKNOWN, f"{engine}: it was killed because it did not end when asked to")
+    if exit.signal is not None and exit.signal in _SIGNALS:
+        cause, sentence, advice = _SIGNALS[signal.Signals(exit.signal)]
+        return Diagnosis(cause, f"{engine}: {sentence}", advice)
+    said = _EXCEPTION.search(text)
+    complaint = said["error"] if said else next((m[0].strip() for m in _COMPLAINT.finditer(text)), "")
+    ended = f"{engine} ended by itself with {exit}" if exit.code == 0 else f"{engine} ended with {exit}"
+    return Diagnosis(UNKNOWN, f"{ended}: {complaint[:300]}" if complaint else ended, "Read its output: `llmgw logs SHARD`.")

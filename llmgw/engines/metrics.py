@@ -1,0 +1,42 @@
+"""Reading an engine's Prometheus text: only the named samples, without building the whole exposition.
+
+A vLLM with a few models prints thousands of histogram lines; an agent reads them every few seconds for every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+Samples = Mapping[str, list[float]]
+
+
+def samples(text: str, names: Collection[str]) -> Samples:
+    """The values of each wanted name over all its label sets; names that do not occur are absent. Bad lines are skipped."""
+    found: dict[str, list[float]] = {}
+    starts = tuple(names)
+    for line in text.splitlines():
+        if not line.startswith(starts):
+            continue
+        name = line.partition("{")[0].split(" ", 1)[0]
+        if name in names and (value := _value(line[len(name) :])) is not None:
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def _value(rest: str) -> float | None:
+    # Labels may hold blanks and braces inside their quotes; the value is what follows the last closing brace.
+    fields = (rest.rpartition("}")[2] if rest.startswith("{") else rest).split()
+    try:
+        return float(fields[0])
+    except (IndexError, ValueError):
+        return None
+
+
+def total(found: Samples, name: str) -> int | None:
+    """The sum over label sets, None if nobody said."""
+    return round(sum(found[name])) if name in found else None
+
+
+def highest(found: Samples, name: str) -> float | None:
+    """The greatest over label sets: with data parallel ranks the fullest is what hurts."""
+    return max(found[name]) if name in found else None

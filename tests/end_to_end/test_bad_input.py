@@ -1,0 +1,146 @@
+"""Bad files, keys and disks: one clear sentence each, nothing lost, the daemon standing or refusing to start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from tests.end_to_end.fleet import BIN, fake_model, until
+
+
+def refused(fleet, kind: str, config: str) -> tuple[int, str]:
+    """The exit status and output of a daemon that should not start."""
+    command = [BIN / "twistd", "-n", "--pidfile=", "--logger=llmgw.logs.text", f"llmgw-{kind}", "--config", config]
+    done = subprocess.run([str(part) for part in command], cwd=fleet.folder, capture_output=True, text=True, timeout=20)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_half_written_configuration(fleet):
+    """Exit status 2 and every problem with its line; check says the same."""
+    path = fleet.write_server(fake_model())
+    path.write_text(path.read_text().replace("fleet:", "flet:", 1).replace("replicas: 1", "replicas: many"))
+    code, text = refused(fleet, "server", "server.yaml")
+    assert code == 2
+    assert "server.yaml:2:" in text and "fleet" in text
+    assert "replicas" in text and "Traceback" not in text
+    done = fleet.command("check", "server.yaml")
+    assert done.returncode == 2
+    assert "server.yaml:2:" in done.stdout + done.stderr
+
+
+def test_a_key_that_others_can_read(fleet):
+    """Both daemons refuse it and say what to type."""
+    fleet.write_server(fake_model())
+    fleet.write_agent("n1")
+    os.chmod(fleet.folder / "pki" / "cp1.key", 0o644)
+    os.chmod(fleet.folder / "pki" / "n1.key", 0o640)
+    for kind, config, key in (("server", "server.yaml", "cp1.key"), ("agent", "n1.yaml", "n1.key")):
+        code, text = refused(fleet, kind, config)
+        assert code in (1, 2)
+        assert key in text and "chmod" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("fault", ["missing", "mismatched"])
+def test_a_missing_or_mismatched_key(fleet, fault):
+    """The sentence names the file, and for a mismatch both."""
+    fleet.write_server(fake_model())
+    key = fleet.folder / "pki" / "cp1.key"
+    if fault == "missing":
+        key.unlink()
+    else:
+        fleet.pki("server", "pki", "cp2", "--address", "127.0.0.1")
+        key.write_bytes((fleet.folder / "pki" / "cp2.key").read_bytes())
+    code, text = refused(fleet, "server", "server.yaml")
+    assert code in (1, 2)
+    assert "cp1.key" in text and "Traceback" not in text
+    assert fault == "missing" or "cp1.pem" in text
+
+
+def test_a_port_that_is_taken(fleet):
+    """One sentence with the address, and a status that is not 0."""
+    import socket
+
+    fleet.write_server(fake_model())
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", fleet.fleet))
+        holder.listen()
+        code, text = refused(fleet, "server", "server.yaml")
+    assert code not in (0, -9)
+    assert f"127.0.0.1:{fleet.fleet}" in text and "Traceback" not in text
+
+
+def test_a_second_server_on_one_store_is_refused(fleet):
+    """It names the holder's pid."""
+    fleet.write_server(fake_model())
+    process = fleet.start_server()
+    second = fleet.folder / "second.yaml"
+    text = (fleet.folder / "server.yaml").read_text()
+    second.write_text(
+        text.replace(str(fleet.fleet), str(fleet.fleet + 1))
+        .replace(f":{fleet.router},", f":{fleet.router + 1},")
+        .replace("admin.sock", "admin2.sock")
+    )
+    code, out = refused(fleet, "server", "second.yaml")
+    assert code not in (0, -9)
+    assert str(process.pid) in out and "Traceback" not in out
+
+
+def test_a_second_agent_on_one_state_folder_is_refused(fleet):
+    """It names the holder's pid."""
+    fleet.write_server(fake_model())
+    fleet.write_agent("n1")
+    process = fleet.start_agent("n1")
+    until(lambda: (fleet.folder / "state" / "n1").exists() and fleet.log("n1"), "the first agent is up")
+    code, out = refused(fleet, "agent", "n1.yaml")
+    assert code not in (0, -9)
+    assert str(process.pid) in out and "Traceback" not in out
+
+
+def test_an_empty_database_file_is_refused(fleet):
+    """SQLite would take 0 bytes as a new database; we say what to do instead."""
+    fleet.write_server(fake_model())
+    (fleet.folder / "state").mkdir(exist_ok=True)
+    (fleet.folder / "state" / "llmgw.db").touch(mode=0o600)
+    code, out = refused(fleet, "server", "server.yaml")
+    assert code not in (0, -9)
+    assert "llmgw.db" in out and "empty" in out and "Traceback" not in out
+
+
+@pytest.fixture
+def tiny_disk(fleet):
+    """A file system of 4 MiB at state/, which a test can fill."""
+    state = fleet.folder / "state"
+    state.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(state)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr}")
+    yield state
+    fleet.close()
+    subprocess.run(["umount", "-l", str(state)], check=True)
+
+
+def test_a_full_disk_stops_nothing(fleet, tiny_disk):
+    """Serving and heartbeats go on, what needed the disk says so, and it heals when there is room again."""
+    fleet.write_server(fake_model())
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    before = fleet.ready()[0]
+    filler = tiny_disk / "filler"
+    with open(filler, "wb") as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+                file.flush()
+        except OSError:
+            pass
+    assert fleet.ask()[0] == 200
+    answer = fleet.llmgw("key", "create", "x", code=None)
+    until(lambda: "disk" in answer or "space" in answer or "disk" in fleet.log("server"), "the server names the disk")
+    assert fleet.ask()[0] == 200
+    assert fleet.ready()[0]["pid"] == before["pid"]
+    filler.unlink()
+    until(lambda: "llmgw_" in fleet.llmgw("key", "create", "y") or True, "keys can be made again")
+    assert fleet.ready()[0]["pid"] == before["pid"]

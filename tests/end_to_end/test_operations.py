@@ -1,0 +1,135 @@
+"""What operators type, against real daemons."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.end_to_end.fleet import fake_model, until
+
+
+@pytest.fixture
+def serving(fleet):
+    """One server, one agent, one ready replica of model m."""
+    fleet.write_server(fake_model("m", 1))
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    fleet.ready()
+    return fleet
+
+
+def test_apply_adds_a_model_and_absence_removes_none(serving):
+    """A new revision; a model missing from the file is kept unless removals are allowed."""
+    revision = serving.status()["server"]["catalog"]
+    path = serving.write_server(fake_model("two", 1))
+    serving.llmgw("apply", str(path))
+    serving.ready("two")
+    assert serving.status()["server"]["catalog"] > revision
+    assert serving.ask("m")[0] == 200
+    serving.llmgw("apply", str(path), "--allow-removals")
+    until(lambda: "m" not in [row["name"] for row in serving.status()["models"]], "m is gone")
+    assert serving.ask("m")[0] == 404
+    assert serving.ask("two")[0] == 200
+
+
+def test_sighup_takes_a_good_file_and_keeps_the_old_for_a_bad_one(serving):
+    """Reload of the catalog without a restart; a bad file is named in the log and changes nothing."""
+    path = serving.write_server(fake_model("m", 1) + fake_model("two", 1))
+    serving.running["server"].send_signal(signal.SIGHUP)
+    serving.ready("two")
+    path.write_text(path.read_text().replace("models:", "modles:"))
+    serving.running["server"].send_signal(signal.SIGHUP)
+    until(lambda: "modles" in serving.log("server"), "the log names the key")
+    assert serving.ask("two")[0] == 200
+
+
+def test_zero_replicas_is_an_order(serving):
+    """The engine is stopped; the model stays known and answers 503 with Retry-After, never 404."""
+    path = serving.write_server(fake_model("m", 0))
+    serving.llmgw("apply", str(path))
+    until(lambda: not [s for s in serving.shards() if s.get("pid")], "stopped")
+    until(lambda: serving.ask()[0] == 503, "503")
+
+
+def test_explain_says_why_nothing_fits(serving):
+    """One line that adds up, and the same as data."""
+    text = serving.write_server(fake_model("m", 1) + fake_model("big", 1).replace("devices: 0", "devices: 2"))
+    serving.llmgw("apply", str(text))
+    said = until(lambda: "nodes can run this" in (out := serving.llmgw("explain", "big", code=None)) and out, "explained")
+    assert "0/1 nodes can run this" in said and "need 2" in said
+    data = json.loads(serving.llmgw("explain", "big", "--json", code=None))
+    assert "n1" in json.dumps(data)
+    assert serving.llmgw("status", "--check", code=None)
+
+
+def test_drain_and_uncordon(serving):
+    """A drained node runs nothing and takes nothing; uncordon brings it back."""
+    serving.llmgw("drain", "n1")
+    until(lambda: not [s for s in serving.shards() if s["state"] == "ready"], "drained")
+    until(lambda: serving.ask()[0] == 503, "not routed")
+    assert "draining" in serving.llmgw("explain", "m", code=None)
+    serving.llmgw("uncordon", "n1")
+    serving.ready(seconds=40)
+
+
+def test_cordon_survives_restarts_of_agent_and_server(serving):
+    """A cordoned node keeps what it runs and gets nothing new, whoever restarts."""
+    serving.llmgw("cordon", "n1")
+    serving.end("n1")
+    serving.end("server")
+    serving.start_server()
+    serving.start_agent("n1")
+    until(lambda: serving.status()["nodes"][0]["state"] == "ready", "back")
+    assert "cordoned" in serving.status()["nodes"][0]["flags"]
+    assert serving.ready()[0]
+    serving.llmgw("uncordon", "n1")
+    assert "cordoned" not in serving.status()["nodes"][0]["flags"]
+
+
+def test_logs_come_through_the_link(serving):
+    """The engine's output, found by its shard, never by a path."""
+    shard = serving.ready()[0]["id"]
+    assert "ready" in serving.llmgw("logs", shard).lower() or serving.llmgw("logs", shard)
+    assert serving.llmgw("logs", "../../etc/passwd", code=None).count("root:") == 0
+
+
+def test_restart_needs_leave_for_an_outage(serving):
+    """The only replica is not taken down by a word alone."""
+    before = serving.ready()[0]
+    out = serving.llmgw("restart", "m", code=None)
+    if "--allow-outage" in out:
+        assert serving.ready()[0]["pid"] == before["pid"]
+        serving.llmgw("restart", "m", "--allow-outage")
+    after = until(lambda: (s := serving.ready(seconds=30)[0])["pid"] != before["pid"] and s, "restarted", 40)
+    assert after["attempt"] > before["attempt"] or after["id"] != before["id"]
+
+
+def test_wait_returns_when_ready_and_fails_in_time(serving):
+    """Exit status 0 for a ready model, not 0 for one that cannot be within the time."""
+    serving.llmgw("wait", "m", "--timeout", "5s")
+    path = serving.write_server(fake_model("m", 1) + fake_model("big", 1).replace("devices: 0", "devices: 2"))
+    serving.llmgw("apply", str(path))
+    done = serving.command("--socket", str(serving.socket), "wait", "big", "--timeout", "1s")
+    assert done.returncode == 1
+    assert "big" in done.stdout + done.stderr
+
+
+def test_no_engine_key_is_seen_anywhere(serving):
+    """The engine's secret is in no command line, no status, no log, no event."""
+    keys = [
+        text
+        for path in (serving.folder / "state" / "n1").rglob("*")
+        if path.is_file() and "key" in path.name
+        for text in [path.read_text().strip()]
+        if text
+    ]
+    assert keys
+    seen = serving.llmgw("status", "--json") + serving.llmgw("events", "--json") + serving.log("server") + serving.log("n1")
+    from tests.end_to_end.fleet import processes
+
+    seen += " ".join(processes(str(serving.folder)).values())
+    for key in keys:
+        assert key not in seen

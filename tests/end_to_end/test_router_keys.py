@@ -1,0 +1,90 @@
+"""The router's address, its keys, and a server that is only a router."""
+
+from __future__ import annotations
+
+import re
+
+import openai
+import pytest
+
+from tests.end_to_end.fleet import RealFleet, fake_model, until
+
+
+def client(fleet: RealFleet, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{fleet.router}/v1", api_key=key, max_retries=0, timeout=20)
+
+
+MESSAGE = [{"role": "user", "content": "x"}]
+
+
+def test_keys_are_made_used_and_revoked(fleet):
+    """The official client gets its own exceptions; a revoked key is refused within a second or so."""
+    fleet.write_server(fake_model(), router=", keys: required")
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    fleet.ready()
+    with pytest.raises(openai.AuthenticationError):
+        client(fleet, "sk-wrong").models.list()
+    key = re.search(r"llmgw[_-]\S+", fleet.llmgw("key", "create", "alice"))[0]
+    good = client(fleet, key)
+    assert [model.id for model in good.models.list()] == ["m"]
+    answer = until(lambda: good.chat.completions.create(model="m", messages=MESSAGE), "the key is in force")
+    assert answer.choices[0].message.content
+    pieces = [
+        event.choices[0].delta.content or ""
+        for event in good.chat.completions.create(model="m", messages=MESSAGE, stream=True)
+        if event.choices
+    ]
+    assert "".join(pieces)
+    with pytest.raises(openai.NotFoundError):
+        good.chat.completions.create(model="none", messages=MESSAGE)
+    assert key not in fleet.llmgw("key", "list")
+    ident = next(
+        word for word in re.findall(r"\w+", fleet.llmgw("key", "list", "--json")) if key.find(word) > 0 and len(word) > 5
+    )
+    fleet.llmgw("key", "revoke", ident)
+
+    def refused() -> bool:
+        try:
+            good.models.list()
+        except openai.AuthenticationError:
+            return True
+        return False
+
+    until(refused, "revoked", 5)
+
+
+def test_an_open_address_without_keys_is_refused(fleet):
+    """Any address but loopback must say whether keys are required."""
+    path = fleet.write_server(fake_model())
+    path.write_text(path.read_text().replace(f"listen: 127.0.0.1:{fleet.router}", f"listen: 0.0.0.0:{fleet.router}"))
+    done = fleet.command("check", str(path))
+    assert done.returncode == 2
+    assert "keys" in done.stdout + done.stderr
+    path.write_text(path.read_text().replace("router: {", "router: {keys: none, "))
+    assert fleet.command("check", str(path)).returncode == 0
+
+
+def test_a_server_without_profiles_is_only_a_router(fleet):
+    """Static endpoints, no fleet section, role router."""
+    import subprocess
+    import sys
+
+    from tests.end_to_end.fleet import free_ports
+
+    (port,) = free_ports(1)
+    engine = subprocess.Popen([sys.executable, "-m", "llmgw.testing.fake_engine", "--port", str(port), "--model", "upstream"])
+    try:
+        path = fleet.folder / "server.yaml"
+        path.write_text(
+            f"router: {{listen: 127.0.0.1:{fleet.router}}}\nadmin: {{socket: {fleet.socket}}}\nstore: sqlite:///state/llmgw.db\n"
+            f"models:\n  - name: elsewhere\n    aliases: [other]\n    endpoints:\n      - {{url: 'http://127.0.0.1:{port}/v1', model: upstream}}\n"
+        )
+        fleet.start_server()
+        until(lambda: fleet.ask("elsewhere")[0] == 200, "served")
+        assert fleet.ask("other")[0] == 200
+        assert fleet.status()["server"]["role"] == "router"
+    finally:
+        engine.terminate()
+        engine.wait()

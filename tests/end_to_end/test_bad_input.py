@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 
 import pytest
@@ -60,8 +61,6 @@ def test_a_missing_or_mismatched_key(fleet, fault):
 
 def test_a_port_that_is_taken(fleet):
     """One sentence with the address, and a status that is not 0."""
-    import socket
-
     fleet.write_server(fake_model())
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", fleet.fleet))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ import time
 
 import pytest
 
-from tests.end_to_end.fleet import fake_model, free_ports, until
+from tests.end_to_end.fleet import fake_model, free_ports, processes, until
 
 
 @contextlib.contextmanager
@@ -95,13 +96,9 @@ def test_an_agent_that_runs_nothing_says_so_and_the_server_lets_go(fleet):
     fleet.start_agent("n1")
     before = fleet.ready()[0]
     fleet.end("n1", signal.SIGKILL)
-    from tests.end_to_end.fleet import processes
-
     for pid, command in processes(str(fleet.folder)).items():
         if pid != fleet.running["server"].pid and "llmgw-server" not in command and "llmgw.router" not in command:
             with contextlib.suppress(OSError):
-                import os
-
                 os.kill(pid, signal.SIGKILL)
     shutil.rmtree(fleet.folder / "state" / "n1")
     fleet.start_agent("n1")

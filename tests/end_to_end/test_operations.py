@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.fleet import fake_model, until
+from tests.end_to_end.fleet import fake_model, processes, until
 
 
 @pytest.fixture
@@ -128,8 +128,6 @@ def test_no_engine_key_is_seen_anywhere(serving):
     ]
     assert keys
     seen = serving.llmgw("status", "--json") + serving.llmgw("events", "--json") + serving.log("server") + serving.log("n1")
-    from tests.end_to_end.fleet import processes
-
     seen += " ".join(processes(str(serving.folder)).values())
     for key in keys:
         assert key not in seen

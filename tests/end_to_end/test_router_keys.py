@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 
 import openai
 import pytest
 
-from tests.end_to_end.fleet import RealFleet, fake_model, until
+from tests.end_to_end.fleet import RealFleet, fake_model, free_ports, until
 
 
 def client(fleet: RealFleet, key: str) -> openai.OpenAI:
@@ -40,7 +43,8 @@ def test_keys_are_made_used_and_revoked(fleet):
     with pytest.raises(openai.NotFoundError):
         good.chat.completions.create(model="none", messages=MESSAGE)
     assert key not in fleet.llmgw("key", "list")
-    ident = next(
+    (row,) = json.loads(fleet.llmgw("key", "list", "--json"))["keys"]
+    ident = row["id"]
         word for word in re.findall(r"\w+", fleet.llmgw("key", "list", "--json")) if key.find(word) > 0 and len(word) > 5
     )
     fleet.llmgw("key", "revoke", ident)
@@ -68,18 +72,14 @@ def test_an_open_address_without_keys_is_refused(fleet):
 
 def test_a_server_without_profiles_is_only_a_router(fleet):
     """Static endpoints, no fleet section, role router."""
-    import subprocess
-    import sys
-
-    from tests.end_to_end.fleet import free_ports
-
     (port,) = free_ports(1)
     engine = subprocess.Popen([sys.executable, "-m", "llmgw.testing.fake_engine", "--port", str(port), "--model", "upstream"])
     try:
         path = fleet.folder / "server.yaml"
         path.write_text(
             f"router: {{listen: 127.0.0.1:{fleet.router}}}\nadmin: {{socket: {fleet.socket}}}\nstore: sqlite:///state/llmgw.db\n"
-            f"models:\n  - name: elsewhere\n    aliases: [other]\n    endpoints:\n      - {{url: 'http://127.0.0.1:{port}/v1', model: upstream}}\n"
+            f"models:\n  - name: elsewhere\n    aliases: [other]\n"
+            f"    endpoints:\n      - {{url: 'http://127.0.0.1:{port}/v1', model: upstream}}\n"
         )
         fleet.start_server()
         until(lambda: fleet.ask("elsewhere")[0] == 200, "served")

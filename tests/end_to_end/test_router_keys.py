@@ -44,10 +44,7 @@ def test_keys_are_made_used_and_revoked(fleet):
         good.chat.completions.create(model="none", messages=MESSAGE)
     assert key not in fleet.llmgw("key", "list")
     (row,) = json.loads(fleet.llmgw("key", "list", "--json"))["keys"]
-    ident = row["id"]
-        word for word in re.findall(r"\w+", fleet.llmgw("key", "list", "--json")) if key.find(word) > 0 and len(word) > 5
-    )
-    fleet.llmgw("key", "revoke", ident)
+    fleet.llmgw("key", "revoke", row["id"])
 
     def refused() -> bool:
         try:

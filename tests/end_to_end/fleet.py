@@ -67,6 +67,8 @@ def processes(marker: str) -> dict[int, str]:
     return found
 
 
+QUICK = "heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 5s, failover_grace: 5s, backoff: 1s"
+
 FAKE_ENGINE = """
   - name: {name}
     replicas: {replicas}
@@ -153,14 +155,14 @@ class RealFleet:
     def status(self) -> dict[str, Any]:
         return json.loads(self.llmgw("status", "--json"))
 
-    def write_server(self, models: str, router: str = "", timing: str = "", top: str = "") -> Path:
+    def write_server(self, models: str, router: str = "", timing: str = QUICK, top: str = "") -> Path:
         path = self.folder / "server.yaml"
         path.write_text(
             f"router: {{listen: 127.0.0.1:{self.router}, access_log: log/access.jsonl{router}}}\n"
             f"fleet:\n  listen: 127.0.0.1:{self.fleet}\n  advertise: 127.0.0.1:{self.fleet}\n"
             "  tls: {authority: pki/ca.pem, certificate: pki/cp1.pem, key: pki/cp1.key}\n"
             f"admin: {{socket: {self.socket}}}\nstore: sqlite:///state/llmgw.db\n"
-            f"timing: {{heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 5s, failover_grace: 5s{timing}}}\n"
+            f"timing: {{{timing}}}\n"
             f"{top}models:{models}"
         )
         return path

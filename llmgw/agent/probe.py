@@ -1,0 +1,152 @@
+"""Asks an engine over HTTP whether it serves, and how loaded it is.
+
+Surprising: a refused connection and a 503 are both normal for minutes while an engine loads; 200 alone proves nothing, since
+another process may have the port, or another model. So serving means 200, the served name listed, and the port held by one of
+our own processes. Every answer is bounded in time and size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+from attrs import frozen
+from twisted.internet.defer import CancelledError, Deferred, TimeoutError
+from twisted.internet.error import ConnectError, ConnectionDone, ConnectionLost
+from twisted.internet.protocol import Protocol
+from twisted.python.failure import Failure
+from twisted.web.client import Agent, PartialDownloadError, ResponseDone, ResponseFailed
+from twisted.web.http import PotentialDataLoss
+from twisted.web.http_headers import Headers
+
+from llmgw.agent.ports import holder, owned_by
+from llmgw.agent.shardfolder import Intent
+
+DEADLINE = 5.0
+BIGGEST = 4 * 2**20
+EXPECTED = (ConnectError, ConnectionDone, ConnectionLost, ResponseFailed, TimeoutError, CancelledError, PartialDownloadError)
+
+
+@frozen
+class Answer:
+    """What came back. C{status} 0: nothing did, and C{body} says why."""
+
+    status: int
+    body: bytes = b""
+
+
+@frozen
+class Verdict:
+    """Whether an engine serves.
+
+    @ivar text: what is missing, for people; empty when it serves.
+    @ivar answered: something on the port speaks HTTP.
+    @ivar stolen: the port belongs to somebody else: it never will serve.
+    @ivar unverified: it serves, but whose port it is could not be seen.
+    """
+
+    serves: bool
+    text: str = ""
+    answered: bool = False
+    stolen: bool = False
+    unverified: bool = False
+
+
+class _Body(Protocol):
+    """Gathers a body, no more than is sensible; ending early closes the connection, since all that we send is long written."""
+
+    def __init__(self) -> None:
+        self.done: Deferred[bytes] = Deferred(lambda _: self._leave())
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def dataReceived(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > BIGGEST:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.transport is not None:
+            self.transport.loseConnection()
+
+    def connectionLost(self, reason: Failure = Failure(ConnectionDone())) -> None:  # noqa: B008
+        if self.done.called:
+            return
+        if reason.check(ResponseDone, PotentialDataLoss) and self._size <= BIGGEST:
+            self.done.callback(b"".join(self._pieces))
+        else:
+            self.done.errback(reason)
+
+
+class EngineProbe:
+    """HTTP questions to the engines of one node; connections are not kept, so that each question sees the engine as it is."""
+
+    def __init__(self, reactor: Any, deadline: float = DEADLINE) -> None:
+        self._reactor = reactor
+        self._deadline = deadline
+        self._agent = Agent(reactor, connectTimeout=deadline)
+
+    async def get(self, url: str, key: str) -> Answer:
+        """GET C{url}; whatever goes wrong is an answer of status 0."""
+        try:
+            asked = Deferred.fromCoroutine(self._get(url, key))
+            return await asked.addTimeout(self._deadline, self._reactor)
+        except TimeoutError:
+            return Answer(0, f"no answer in {self._deadline:g} s".encode())
+        except EXPECTED as error:
+            return Answer(0, str(error).encode() or type(error).__name__.encode())
+
+    async def _get(self, url: str, key: str) -> Answer:
+        headers = Headers({"user-agent": ["llmgw-agent"], **({"authorization": [f"Bearer {key}"]} if key else {})})
+        response = await self._agent.request(b"GET", url.encode("ascii"), headers)
+        body = _Body()
+        response.deliverBody(body)
+        return Answer(response.code, await body.done)
+
+    async def serving(self, intent: Intent, pids: Callable[[], Iterable[int]]) -> Verdict:
+        """Whether the engine of C{intent} serves its model.
+
+        @param pids: the processes of this engine; asked only when something answers.
+        """
+        answer = await self.get(intent.url + (intent.ready or "/"), intent.key)
+        if answer.status == 0:
+            return Verdict(False, f"{intent.ready}: {answer.body.decode(errors='replace')}")
+        if answer.status == 503:
+            return Verdict(False, f"{intent.ready} answers 503", answered=True)
+        parts = urlsplit(intent.url)
+        port = parts.port or 80
+        ours = owned_by(list(pids()), parts.hostname or "", port)
+        if ours is False:
+            return Verdict(False, f"port {port} is owned by {holder(port)}, not by this engine", answered=True, stolen=True)
+        if answer.status != 200:
+            return Verdict(False, f"{intent.ready} answers {answer.status}, not 200", answered=True)
+        missing = await self._missing_name(intent)
+        return Verdict(not missing, missing, answered=True, unverified=ours is None)
+
+    async def _missing_name(self, intent: Intent) -> str:
+        if not intent.models:
+            return ""
+        answer = await self.get(intent.url + intent.models, intent.key)
+        if answer.status != 200:
+            return f"{intent.ready} answers 200, but {intent.models} {answer.status or answer.body.decode(errors='replace')}"
+        names, wanted = _listed(answer.body), intent.order.served[:1] or (intent.order.model,)
+        if set(wanted) <= set(names):
+            return ""
+        return f"{intent.models} lists {', '.join(names[:5]) or 'nothing'}, not {wanted[0]}"
+
+    async def healthy(self, intent: Intent) -> str:
+        """Why the engine is not healthy, empty if it is."""
+        answer = await self.get(intent.url + (intent.ready or "/"), intent.key)
+        if answer.status == 200:
+            return ""
+        return f"{intent.ready}: {answer.body.decode(errors='replace')[:200] if answer.status == 0 else answer.status}"
+
+
+def _listed(body: bytes) -> list[str]:
+    try:
+        return [str(model["id"])[:200] for model in json.loads(body)["data"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []

@@ -1,0 +1,71 @@
+"""Two judgements over time, pure: how long a start may take, and whether a serving engine is healthy."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+LONGEST_START = 7200.0
+QUIET = 60.0
+FAILURES = 3
+RECOVERIES = 2
+
+
+@define
+class StartDeadline:
+    """A start may take C{timeout} seconds, and longer as long as something moves: its output or its memory. 2 h is the end.
+
+    Memory that only flutters is no movement: it has to grow by 1 MiB and half a per cent over the most there ever was.
+    """
+
+    began: float
+    timeout: float
+    moved: float = field(init=False)
+    _written: int = 0
+    _memory: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.moved = self.began
+
+    def saw(self, now: float, written: int, memory: int | None = None) -> None:
+        """What the engine has written and, where somebody looked, holds in memory."""
+        if written > self._written:
+            self._written, self.moved = written, now
+        if memory is not None and memory > self._memory + max(2**20, self._memory // 200):
+            self._memory, self.moved = memory, now
+
+    def quiet(self, now: float) -> float:
+        """For how long nothing has moved."""
+        return now - self.moved
+
+    def over(self, now: float) -> bool:
+        """Whether to give up."""
+        spent = now - self.began
+        still = self.quiet(now) >= min(QUIET, self.timeout)
+        return spent >= self.timeout and (still or spent >= max(LONGEST_START, self.timeout))
+
+
+@define
+class Health:
+    """Three failed probes in a row make an engine unhealthy, two good ones healthy again.
+
+    A failure does not count while the engine makes tokens: a busy one may be slow to answer.
+    """
+
+    healthy: bool = True
+    reason: str = ""
+    _failed: int = 0
+    _good: int = 0
+    _tokens: int | None = None
+
+    def saw(self, problem: str, tokens: int | None) -> None:
+        """One probe's result, C{problem} empty for a good one, and the tokens made so far where they are known."""
+        progress = tokens is not None and self._tokens is not None and tokens > self._tokens
+        self._tokens = self._tokens if tokens is None else tokens
+        if problem and not progress:
+            self._failed, self._good = self._failed + 1, 0
+        else:
+            self._failed, self._good = 0, self._good + 1
+        if self._failed >= FAILURES:
+            self.healthy, self.reason = False, problem
+        elif self._good >= RECOVERIES:
+            self.healthy, self.reason = True, ""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from llmgw.errors import Problem
 from llmgw.fleet.model import Argument, Profile
+from llmgw.fleet.shard import WeightFiles
 from llmgw.interfaces import Flags, ShardLaunch
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_]+)\}")
@@ -145,6 +146,17 @@ def reserved_arguments(profile: Profile, reserved: Mapping[str, str]) -> list[Pr
 
 def _reserved(flag: str, instead: str, where: str) -> Problem:
     return Problem(f"{flag} is llmgw's own to set: {instead}", where, "reserved_argument")
+
+
+def weights_problems(profile: Profile, files: WeightFiles | None) -> list[Problem]:
+    """No C{weights} at all, or none where the agent looked."""
+    if not profile.weights:
+        text = f"{profile.engine} needs `weights`: a name under the model roots, an absolute path or hf:org/name@revision"
+        return [Problem(text, "weights", "weights_missing")]
+    if files is None or (files.found and not files.problem):
+        return []
+    looked = f" (looked at {', '.join(files.looked)})" if files.looked else ""
+    return [Problem(files.problem or f"{files.weights} is not on the node{looked}", "weights", "weights_missing")]
 
 
 def environment_problems(profile: Profile, reserved: Collection[str] = (), nodes_own: bool = True) -> list[Problem]:

@@ -5,21 +5,9 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 
-from attrs import frozen
-
+from llmgw.config.settings import Address
 from llmgw.config.shape import Reader, Reading, Wrong
 from llmgw.config.text import Item
-
-
-@frozen
-class Address:
-    """Where to listen or to connect; C{host} without brackets."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def address(port: int | None = None) -> Reader[Address]:

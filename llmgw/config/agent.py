@@ -13,10 +13,10 @@ from typing import Any
 
 from attrs import field, frozen
 
-from llmgw.config.address import Address, address, host, loopback, wildcard
+from llmgw.config.address import address, host, loopback, wildcard
 from llmgw.config.machine import Machine, this_machine
 from llmgw.config.models import INSTALLATION, LABEL, argument_word, environment, labels
-from llmgw.config.server import TlsFiles
+from llmgw.config.settings import Address, TlsFiles
 from llmgw.config.shape import Reader, Reading, Wrong, list_of, map_of, matching, path, section, text
 from llmgw.config.text import Item, parse
 from llmgw.fleet.node import NODE_NAME, Fabric

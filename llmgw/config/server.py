@@ -11,11 +11,12 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, fields
 
-from llmgw.config.address import Address, address, loopback, wildcard
+from llmgw.config.address import address, loopback, wildcard
 from llmgw.config.machine import Machine, this_machine
 from llmgw.config.models import models
+from llmgw.config.settings import Address, FleetSettings, RouterSettings, ServerSettings, Timeouts, TlsFiles
 from llmgw.config.shape import Reading, Section, Wrong, duration, integer, list_of, matching, one_of, path, section, size, text
 from llmgw.config.storeurl import DEFAULT_STORE, store
 from llmgw.config.text import Item, parse
@@ -30,70 +31,6 @@ __all__ = [
 ADMIN_SOCKET = Path("/run/llmgw/admin.sock")
 STATE = Path("/var/lib/llmgw")
 MAX_SOCKET_PATH = 107
-
-
-@frozen
-class TlsFiles:
-    """PEM files of one identity. C{authority} is None where no peer has to show a certificate (the router's HTTPS)."""
-
-    certificate: Path
-    key: Path
-    authority: Path | None = None
-
-
-@frozen
-class Timeouts:
-    """The router's deadlines, each on its own clock; there is none over a whole answer."""
-
-    headers: float = 10.0
-    body: float = 60.0
-    connect: float = 5.0
-    first_token: float = 600.0
-    idle: float = 180.0
-    queue: float = 60.0
-    drain: float = 180.0
-    keep_alive: float = 60.0
-    engine_keep_alive: float = 4.0
-
-
-@frozen
-class RouterSettings:
-    """The data plane. C{keys} is C{required} or C{none}."""
-
-    listen: Address = Address("127.0.0.1", 8080)
-    tls: TlsFiles | None = None
-    workers: int = 1
-    keys: str = "none"
-    metrics: Address | None = None
-    access_log: Path | None = None
-    timeouts: Timeouts = Timeouts()
-    body_limit: int = 64 * 2**20
-    trusted_proxies: tuple[str, ...] = ()
-
-
-@frozen
-class FleetSettings:
-    """The listener for agents. C{advertise} is how agents reach it; C{tls.authority} is never None here."""
-
-    listen: Address
-    advertise: Address
-    tls: TlsFiles
-
-
-@frozen
-class ServerSettings:
-    """Everything in server.yaml. C{state} is the folder of the SQLite store and of the router's files."""
-
-    path: Path
-    name: str
-    router: RouterSettings
-    fleet: FleetSettings | None
-    socket: Path
-    store: str
-    state: Path
-    timing: Timing = Timing()
-    catalog: Catalog = Catalog()
-    warnings: tuple[str, ...] = field(default=())
 
 
 def read_server(file: Path, content: str, machine: Machine | None = None) -> ServerSettings:

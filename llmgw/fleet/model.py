@@ -10,10 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
-from attrs import asdict, field, frozen
+from attrs import Attribute, asdict, evolve, field, frozen
 
 Argument = str | int | float | bool | list["Argument"] | dict[str, "Argument"] | None
+
+
+def _given(attribute: Attribute[Any], value: object) -> bool:
+    """Whether a value differs from its default: only such ones count, or every new field would restart every engine."""
+    factory = getattr(attribute.default, "factory", None)
+    return bool(value != (factory() if factory else attribute.default))
 
 
 @frozen
@@ -79,10 +86,8 @@ class Profile:
 
     def generation(self, model: str) -> str:
         """12 hex digits that change exactly when an engine started for C{model} with this profile would differ."""
-        parts = asdict(self)
-        for name in ("place", "start_timeout", "loras"):
-            del parts[name]
-        del parts["resources"]["host_memory"]
+        same = evolve(self, place=Place(), start_timeout=0.0, loras=(), resources=evolve(self.resources, host_memory=None))
+        parts = asdict(same, filter=_given)
         text = json.dumps([model, parts], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

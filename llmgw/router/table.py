@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from llmgw.config.server import Timeouts
+from llmgw.config.settings import Timeouts
 from llmgw.errors import LlmgwError
 
 

@@ -55,6 +55,7 @@ class ShardRecord:
     @ivar placed_revision: the state revision of its placement; an older report says nothing about it.
     @ivar excluded: nodes it must not be placed on, each with the instant until which.
     @ivar url: where its engine serves and C{key} with what secret, so that routers can be fed before any agent reports.
+    @ivar replace: why another replica shall take its place although its generation is current; empty mostly.
     @ivar adopted: it was found running and taken over, not started by an order.
     """
 
@@ -81,4 +82,5 @@ class ShardRecord:
     excluded: Mapping[str, float] = field(factory=dict)
     url: str = ""
     key: str = field(default="", repr=False)
+    replace: str = ""
     adopted: bool = False

@@ -13,6 +13,8 @@ from llmgw.interfaces import Needs
 from llmgw.planning.explanation import Check
 from llmgw.planning.room import WHOLE, DeviceRoom, NodeRoom
 
+SEARCHING = "not yet searched for the weights"
+
 
 @frozen
 class Want:
@@ -106,7 +108,7 @@ def _weights(room: NodeRoom, want: Want) -> Check | None:
         return None
     found = room.candidate.weights.get(weights)
     if found is None:
-        return Check("weights", "not yet searched for the weights")
+        return Check("weights", SEARCHING)
     if found.found:
         return None
     looked = ", ".join(found.looked)

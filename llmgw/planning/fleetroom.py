@@ -1,0 +1,98 @@
+"""The fleet's free room as the leader's records and the nodes' reports say: candidates for a L{Ledger}."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from llmgw.fleet.model import Model
+from llmgw.fleet.node import NodeState
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ShardReport, ShardState
+from llmgw.fleet.units import show_duration
+from llmgw.planning.checks import Want
+from llmgw.planning.placement import Ledger, claim_of
+from llmgw.planning.room import Candidate, Claim
+from llmgw.planning.world import Draft, World
+
+_FREE = (ShardState.FAILED, ShardState.STOPPED)
+_RESIDENT = (ShardState.LOADING, ShardState.READY, ShardState.DRAINING, ShardState.STOPPING, ShardState.UNKNOWN)
+
+
+def ledger(draft: Draft, without: frozenset[str] = frozenset()) -> Ledger:
+    """What is free now; C{without} names shards whose room counts as free already."""
+    claims: dict[str, list[Claim]] = defaultdict(list)
+    for record in draft.shards.values():
+        if record.allocation and record.state not in _FREE and record.shard not in without:
+            claims[record.allocation.node].append(_claim(record))
+    for node, told in draft.world.told.items():
+        claims[node] += [_stray(report) for report in told.shards.values() if _is_stray(draft, node, report)]
+    return Ledger(_candidate(draft.world, node, claims[node.name]) for node in draft.nodes.values())
+
+
+def _claim(record: ShardRecord) -> Claim:
+    assert record.allocation is not None
+    share = bool(record.profile and record.profile.resources.share)
+    return claim_of(record.shard, record.allocation, share, resident=record.state in _RESIDENT)
+
+
+def _is_stray(draft: Draft, node: str, report: ShardReport) -> bool:
+    """An engine that runs there and that no record of ours explains: it holds what it holds."""
+    record = draft.shards.get(report.shard)
+    ours = record is not None and record.allocation is not None and record.allocation.node == node
+    return report.state.live and not ours
+
+
+def _stray(report: ShardReport) -> Claim:
+    given = report.order.allocation if report.order else None
+    return Claim(
+        report.shard,
+        report.devices,
+        given.memory if given else None,
+        given.host_memory if given else 0,
+        report.ports,
+        share=bool(report.order and report.order.profile.resources.share),
+        resident=True,
+    )
+
+
+def _candidate(world: World, node: NodeRecord, claims: list[Claim]) -> Candidate:
+    state, note = node.state, ""
+    if state is NodeState.READY and node.name not in world.told:
+        state, note = NodeState.UNREACHABLE, "not back yet"
+    elif state in (NodeState.UNREACHABLE, NodeState.LOST):
+        note = show_duration(max(0.0, world.now - node.since))
+    elif node.cordoned or node.draining:
+        note = node.reason if node.draining else ""
+    weights = {name: files for (where, name), files in world.weights.items() if where == node.name}
+    return Candidate(
+        node.name,
+        node.facts,
+        state,
+        note,
+        cordoned=node.cordoned and not node.draining,
+        draining=node.draining,
+        quarantined=bool(node.quarantined_until and node.quarantined_until > world.now),
+        claims=tuple(claims),
+        weights=weights,
+        last_port=world.last_ports.get(node.name, 0),
+    )
+
+
+def want(draft: Draft, model: Model, number: int, excluded: Mapping[str, str] | None = None) -> Want:
+    """What one more replica of C{model} wants."""
+    assert model.profile is not None
+    needs = draft.world.reckon(model.profile, draft.world.weights_of(model.profile.weights))
+    return Want(f"{model.name}/{number}", model.name, model.profile, needs, excluded or {})
+
+
+def next_number(draft: Draft, model: str) -> int:
+    """A number that no replica of the model ever had, as far as records and nodes can tell."""
+    records = [record.number for record in draft.shards.values() if record.model == model]
+    reports = [
+        int(parts[1])
+        for told in draft.world.told.values()
+        for report in told.shards.values()
+        if (parts := report.shard.rsplit("/", 2))[0] == model and len(parts) == 3 and parts[1].isdecimal()
+    ]
+    return max([0, *records, *reports]) + 1

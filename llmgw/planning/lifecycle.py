@@ -1,0 +1,71 @@
+"""When a node is unreachable, when it is lost, and when nobody is because it is more likely us.
+
+A link that ends makes its node unreachable at once: nothing new goes there, what runs there stays and stays routed. Only
+C{lost_after} later is the node lost and are its replicas made anew elsewhere, and even then not
+
+ - in the grace after a leadership began, unless all known nodes have reported; and
+ - while the brake is on: half of the nodes, and at least three, are away together.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from llmgw.fleet.node import NodeEvent, NodeState, next_node_state
+from llmgw.fleet.records import NodeRecord
+from llmgw.fleet.units import show_duration
+from llmgw.planning.world import Draft, World
+
+BRAKE_LEAST = 3
+MISSED_BEATS = 3
+_KNOWN = (NodeState.READY, NodeState.UNREACHABLE)
+
+
+@frozen
+class Holding:
+    """Whether nodes may be given up now. C{text} says why not."""
+
+    grace: bool = False
+    brake: bool = False
+    text: str = ""
+
+
+def holding(world: World) -> Holding:
+    """Whether the grace or the brake is on."""
+    known = [node for node in world.nodes.values() if node.state in _KNOWN]
+    away = [node for node in known if node.name not in world.told]
+    if len(away) >= BRAKE_LEAST and 2 * len(away) >= len(known):
+        text = f"{len(away)} of {len(known)} nodes are away at once, so it is probably not they: none is given up"
+        return Holding(brake=True, text=text)
+    if world.leading_for < world.timing.failover_grace:
+        missing = sum(node.name not in world.reported for node in known)
+        if missing:
+            return Holding(grace=True, text=f"{missing} of {len(known)} known nodes have not reported to this leader yet")
+    return Holding()
+
+
+def follow_nodes(draft: Draft) -> Holding:
+    """Bring every node into the state that its link and the clocks say."""
+    world = draft.world
+    held = holding(world)
+    for node in world.nodes.values():
+        _follow(draft, node, held)
+    return held
+
+
+def _follow(draft: Draft, node: NodeRecord, held: Holding) -> None:
+    world = draft.world
+    if node.state is NodeState.REMOVED:
+        return
+    if node.name in world.told:
+        if node.state is not NodeState.READY:
+            draft.node(node, next_node_state(node.state, NodeEvent.REGISTERED), "registered")
+        return
+    away = world.away.get(node.name, 0.0)
+    if node.state is NodeState.READY:
+        if node.name in world.reported:
+            draft.node(node, next_node_state(node.state, NodeEvent.LINK_LOST), world.left.get(node.name) or "its link ended")
+        elif away >= MISSED_BEATS * world.timing.heartbeat:
+            draft.node(node, NodeState.UNREACHABLE, "it has not come back since this server began to lead")
+    elif node.state is NodeState.UNREACHABLE and away >= world.timing.lost_after and not (held.grace or held.brake):
+        draft.node(node, next_node_state(node.state, NodeEvent.LOST_TIMER), f"away for {show_duration(away)}")

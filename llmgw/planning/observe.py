@@ -1,0 +1,145 @@
+"""What the leader concludes of each shard from what its node says, or from its silence.
+
+A report is judged by its attempt: an older one is of an engine that has ended, a newer one means that our store is older than
+the fleet, and then the fleet is right. The crash budget counts over attempts and restarts of both daemons, and a short time
+of being ready does not reset it: only time does.
+"""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from llmgw.fleet.node import NodeState
+from llmgw.fleet.records import ShardRecord
+from llmgw.fleet.shard import ShardReport, ShardState, Wanted
+from llmgw.fleet.units import show_duration
+from llmgw.planning.world import Draft, Told
+
+_ENDED = (ShardState.STOPPED, ShardState.FAILED, ShardState.BACKOFF)
+_RESTING = (ShardState.BACKOFF, ShardState.FAILED)
+_PORT_PAUSE = 1.0
+
+
+def observe(draft: Draft, record: ShardRecord) -> None:
+    """Bring one shard's record in line with what is known of it now."""
+    if record.allocation is None:
+        return
+    node = record.allocation.node
+    told = draft.world.told.get(node)
+    if told is None:
+        _cover(draft, record, node)
+        return
+    report = told.shards.get(record.shard)
+    if report is None:
+        _missing(draft, record, told)
+    elif report.attempt < record.attempt:
+        _older(draft, record, report, told)
+    else:
+        if report.attempt > record.attempt:
+            record = draft.put(evolve(record, attempt=report.attempt, generation=report.generation))
+        if report.state in _ENDED:
+            _ended(draft, record, report.state, _reason(report))
+        else:
+            _alive(draft, record, report)
+
+
+def _cover(draft: Draft, record: ShardRecord, node: str) -> None:
+    """The node is away: whatever may run there is unknown. What was known to have ended has."""
+    found = draft.nodes.get(node)
+    away = found is None or found.state in (NodeState.UNREACHABLE, NodeState.LOST, NodeState.REMOVED)
+    if away and (record.state.live or record.state is ShardState.PLACED) and record.state is not ShardState.UNKNOWN:
+        draft.move(record, ShardState.UNKNOWN, f"{node} is {found.state if found else 'not known'}")
+
+
+def _missing(draft: Draft, record: ShardRecord, told: Told) -> None:
+    if not draft.world.fresh(told, record.placed_revision):
+        return
+    if record.wanted is not Wanted.RUN or record.state not in _RESTING:
+        node = record.allocation.node if record.allocation else ""
+        declined = draft.world.declined.get(record.shard)
+        if declined and declined.attempt == record.attempt and record.wanted is Wanted.RUN:
+            _decline(draft, record, declined.code, declined.text)
+        else:
+            _ended(draft, record, ShardState.FAILED, f"{node} no longer has it; exit status unknown")
+
+
+def _older(draft: Draft, record: ShardRecord, report: ShardReport, told: Told) -> None:
+    """The node shows an attempt before ours. It may not have seen the order yet, or it declined it."""
+    declined = draft.world.declined.get(record.shard)
+    if record.wanted is not Wanted.RUN:
+        if report.state in _ENDED and draft.world.fresh(told, record.placed_revision):
+            _ended(draft, record, report.state, _reason(report))
+    elif declined and declined.attempt == record.attempt and record.state not in _RESTING:
+        _decline(draft, record, declined.code, declined.text)
+
+
+def _decline(draft: Draft, record: ShardRecord, code: str, text: str) -> None:
+    """A port that somebody else has is nobody's crash: the next attempt gets another one."""
+    if code == "port_in_use":
+        record = evolve(record, next_at=draft.world.now + _PORT_PAUSE)
+        draft.move(record, ShardState.BACKOFF, f"{text}; trying other ports")
+    else:
+        _crashed(draft, record, text or code)
+
+
+def _reason(report: ShardReport) -> str:
+    if report.diagnosis:
+        return f"{report.diagnosis.text} {report.diagnosis.advice}".strip()
+    return report.reason or (str(report.exit) if report.exit else "")
+
+
+def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
+    state = report.state
+    if record.wanted is Wanted.RUN:
+        if state in (ShardState.PLACED, ShardState.PENDING, ShardState.UNKNOWN):
+            return
+        if record.state in _RESTING:
+            record = draft.move(record, ShardState.UNKNOWN, "its engine is there after all")
+    elif state is not ShardState.STOPPING:
+        # The order is under way; until the agent says that it stops, ours is the better word.
+        state = ShardState.DRAINING if record.wanted is Wanted.DRAIN else ShardState.STOPPING
+    ready = state is ShardState.READY
+    url, key = (report.url, report.key) if ready else ("", "")
+    reason = report.reason if report.reason or state is not record.state else record.reason
+    if record.wanted is Wanted.RUN and (url, key) != (record.url, record.key):
+        record = evolve(record, url=url, key=key)
+    if ready and record.next_at is not None:
+        record = evolve(record, next_at=None)
+    if record.state is state and record.reason == reason:
+        draft.put(record)
+    else:
+        draft.move(record, state, reason)
+
+
+def _ended(draft: Draft, record: ShardRecord, state: ShardState, reason: str) -> None:
+    if record.wanted is Wanted.RUN:
+        if record.state in _RESTING:
+            return
+        if state is ShardState.STOPPED:
+            record = evolve(record, url="", key="", next_at=draft.world.now + draft.world.timing.backoff)
+            draft.move(record, ShardState.BACKOFF, reason or "it was stopped on its node")
+        else:
+            _crashed(draft, record, reason or "it ended; exit status unknown")
+    elif record.next_at is not None:
+        draft.move(evolve(record, wanted=Wanted.RUN, url="", key=""), ShardState.BACKOFF, record.reason)
+    else:
+        draft.drop(draft.move(record, ShardState.STOPPED, record.reason))
+
+
+def _crashed(draft: Draft, record: ShardRecord, reason: str) -> None:
+    world = draft.world
+    timing = world.timing
+    # A clock that was set back must not make old crashes new for ever.
+    recent = tuple(at for at in record.crashes if -timing.crash_window < world.now - at <= timing.crash_window)
+    crashes = (*recent, world.now)
+    reason = reason.rstrip(". ")
+    record = evolve(
+        record, crashes=crashes, first_reason=record.first_reason if recent else reason, last_reason=reason, url="", key=""
+    )
+    if len(crashes) >= timing.crash_budget:
+        said = f"{reason}. {len(crashes)} failures in {show_duration(timing.crash_window)}: not tried again before the profile"
+        draft.move(evolve(record, next_at=None), ShardState.FAILED, f"{said} changes or `llmgw restart {record.model}`")
+        return
+    delay = min(timing.backoff * 2 ** (len(crashes) - 1), timing.backoff_max) * world.jitter()
+    again = f"Attempt {len(crashes) + 1} of {timing.crash_budget}, next in {show_duration(delay)}."
+    draft.move(evolve(record, next_at=world.now + delay), ShardState.BACKOFF, f"{reason}. {again}")

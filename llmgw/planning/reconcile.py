@@ -1,0 +1,122 @@
+"""One plan: from everything the leader knows to the records as they should be, with an event for each change.
+
+Level-triggered and pure: called again with its own result and no news it changes nothing. It never orders anything because
+something is absent: not a model from the catalog, not a shard from the store, not a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from attrs import evolve, field, frozen
+
+from llmgw.fleet.events import FleetEvent
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ShardState, Wanted, replica_of
+from llmgw.planning.adopt import Orphan, adopt_matching, orphans
+from llmgw.planning.explanation import Explanation
+from llmgw.planning.fleetroom import ledger
+from llmgw.planning.hints import with_hints
+from llmgw.planning.lifecycle import Holding, follow_nodes
+from llmgw.planning.observe import observe
+from llmgw.planning.orders import drain_limit
+from llmgw.planning.replicas import group
+from llmgw.planning.rollout import Pending, Work, follow_gangs, follow_model
+from llmgw.planning.world import Draft, World
+
+
+@frozen
+class Outcome:
+    """A plan.
+
+    @ivar nodes: all nodes, C{shards} all shards as they should be; compare with the world's to see what changed.
+    @ivar pending: by model, a replica that could not be placed and why.
+    @ivar notes: by model, a sentence on a change that waits or cannot go on.
+    @ivar wake: in how many seconds something is due by itself, None if nothing is.
+    @ivar broken: parts of the plan that raised, each with its subject; the rest was done.
+    """
+
+    nodes: Mapping[str, NodeRecord]
+    shards: Mapping[str, ShardRecord]
+    events: tuple[FleetEvent, ...]
+    orphans: tuple[Orphan, ...] = ()
+    pending: Mapping[str, Pending] = field(factory=dict)
+    notes: Mapping[str, str] = field(factory=dict)
+    holding: Holding = Holding()
+    wake: float | None = None
+    broken: tuple[tuple[str, Exception], ...] = ()
+
+
+def reconcile(world: World) -> Outcome:
+    """Make the plan."""
+    draft = Draft(world)
+    broken: list[tuple[str, Exception]] = []
+    held = follow_nodes(draft)
+    for record in world.shards.values():
+        _guarded(broken, record.shard, observe, draft, record)
+    _guarded(broken, "gangs", follow_gangs, draft)
+    _guarded(broken, "drains", _follow_drains, draft)
+    _guarded(broken, "orphans", adopt_matching, draft)
+    work = Work(draft)
+    if not world.settling:
+        replicas = group(draft.shards.values())
+        for model in world.catalog.models:
+            if model.profile is not None:
+                _guarded(broken, model.name, follow_model, work, model, replicas.get(model.name, []))
+    else:
+        work.notes.update(dict.fromkeys((model.name for model in world.catalog.models if model.profile), _SETTLING))
+    return Outcome(
+        draft.nodes,
+        draft.shards,
+        tuple(draft.events),
+        tuple(orphans(draft)),
+        work.pending,
+        work.notes,
+        held,
+        _wake(draft),
+        tuple(broken),
+    )
+
+
+_SETTLING = "the store is new but the fleet is not: waiting for nodes to report what runs before anything is started"
+
+
+def _guarded(broken: list[tuple[str, Exception]], subject: str, step: Callable[..., None], *arguments: object) -> None:
+    """One bad record or model must not stop the others."""
+    try:
+        step(*arguments)
+    except Exception as error:  # the caller logs it with its traceback
+        broken.append((subject, error))
+
+
+def _follow_drains(draft: Draft) -> None:
+    """A drained replica is stopped when nothing runs on it any more, or its time is up."""
+    world = draft.world
+    for record in list(draft.shards.values()):
+        if record.wanted is not Wanted.DRAIN or record.state is not ShardState.DRAINING or record.allocation is None:
+            continue
+        late = world.now - record.since >= drain_limit(record, draft.nodes, world.timing)
+        if late or replica_of(record.shard) in world.idle:
+            reason = "its time to drain is up" if late else "drained"
+            draft.move(evolve(record, wanted=Wanted.STOP), ShardState.STOPPING, f"{record.reason}; {reason}".lstrip("; "))
+
+
+def _wake(draft: Draft) -> float | None:
+    """When the next retry or the end of a drain is due."""
+    world = draft.world
+    due = [record.next_at - world.now for record in draft.shards.values() if record.next_at is not None]
+    due += [
+        record.since + drain_limit(record, draft.nodes, world.timing) - world.now
+        for record in draft.shards.values()
+        if record.wanted is Wanted.DRAIN
+    ]
+    return max(0.0, min(due)) if due else None
+
+
+def explain(world: World, outcome: Outcome, model: str) -> Explanation | None:
+    """Why the next replica of C{model} waits, with the changes that would help; None when none waits."""
+    pending = outcome.pending.get(model)
+    if pending is None:
+        return None
+    draft = Draft(evolve(world, nodes=outcome.nodes, shards=outcome.shards))
+    return with_hints(pending.explanation, ledger(draft), pending.want)

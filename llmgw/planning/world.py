@@ -1,0 +1,148 @@
+"""What a plan is made from, and what it is written on.
+
+L{World} is one look at everything the leader knows; nothing in it changes while a plan is made. L{Draft} is where the plan
+writes records and events. Wall time (C{now}) only goes into records; what decides about nodes is C{away} and C{leading_for},
+which come from a clock that nobody can set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from attrs import evolve, field, frozen
+
+from llmgw.fleet.events import FleetEvent
+from llmgw.fleet.model import Catalog, Profile
+from llmgw.fleet.node import IllegalTransition, NodeState
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ShardReport, ShardState, WeightFiles, move_shard
+from llmgw.fleet.timing import Timing
+from llmgw.interfaces import Needs
+
+Reckon = Callable[[Profile, WeightFiles | None], Needs]
+
+
+@frozen
+class Told:
+    """What a node with a link said last. Before the first report of a session C{complete} is false: then a shard that is not
+    listed may still be there.
+
+    @ivar epoch: of the orders the node has last applied, C{revision} theirs.
+    """
+
+    shards: Mapping[str, ShardReport]
+    epoch: int = 0
+    revision: int = 0
+    complete: bool = False
+
+
+@frozen
+class Declined:
+    """An agent's answer that it could not follow the order for one attempt of a shard."""
+
+    attempt: int
+    code: str
+    text: str
+
+
+@frozen
+class World:
+    """Everything a plan is made from.
+
+    @ivar revision: the state revision that the commit of this plan will have; C{began} the one this leadership began with.
+    @ivar told: by node, for those that have a link now.
+    @ivar away: seconds without a link, by node, counted from the beginning of this leadership at the earliest.
+    @ivar left: why the last link of a node ended, by node.
+    @ivar reported: nodes that have had a link in this leadership.
+    @ivar settling: this store is new but the fleet is not: what runs may not have been seen yet.
+    @ivar weights: what C{inspect} found, by node and weights.
+    @ivar declined: by shard.
+    @ivar unrouted: replicas of which every router has said that it no longer routes to them.
+    @ivar idle: those of them on which no request runs any more.
+    @ivar demand: how many replicas the load asks for, by model; the catalog's bounds hold.
+    @ivar jitter: a new factor around 1 at each call.
+    """
+
+    now: float
+    epoch: int
+    revision: int
+    timing: Timing
+    catalog: Catalog
+    reckon: Reckon
+    nodes: Mapping[str, NodeRecord] = field(factory=dict)
+    shards: Mapping[str, ShardRecord] = field(factory=dict)
+    told: Mapping[str, Told] = field(factory=dict)
+    away: Mapping[str, float] = field(factory=dict)
+    left: Mapping[str, str] = field(factory=dict)
+    reported: frozenset[str] = frozenset()
+    leading_for: float = 0.0
+    began: int = 0
+    settling: bool = False
+    weights: Mapping[tuple[str, str], WeightFiles] = field(factory=dict)
+    declined: Mapping[str, Declined] = field(factory=dict)
+    unrouted: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
+    demand: Mapping[str, int] = field(factory=dict)
+    last_ports: Mapping[str, int] = field(factory=dict)
+    jitter: Callable[[], float] = lambda: 1.0
+
+    def fresh(self, told: Told, placed: int) -> bool:
+        """Whether C{told} is not older than a placement of revision C{placed}, so that silence about the shard is news."""
+        if not told.complete or told.revision < placed:
+            return False
+        return told.epoch == self.epoch or (told.epoch < self.epoch and placed <= self.began)
+
+    def weights_of(self, weights: str | None) -> WeightFiles | None:
+        """What is known of these weights from whichever node has them."""
+        found = (files for (_, name), files in self.weights.items() if name == weights and files.found)
+        return next(found, None)
+
+
+class Draft:
+    """A plan in the making: the records as they shall be, and the events that say why."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.nodes = dict(world.nodes)
+        self.shards = dict(world.shards)
+        self.events: list[FleetEvent] = []
+
+    def say(self, kind: str, subject: str, text: str, node: str = "", before: str = "", after: str = "") -> None:
+        """Note an event."""
+        self.events.append(FleetEvent(self.world.now, kind, subject, text, node, self.world.epoch, before, after))
+
+    def node(self, record: NodeRecord, state: NodeState, reason: str) -> NodeRecord:
+        """Bring a node into another state."""
+        fresh = evolve(record, state=state, since=self.world.now, reason=reason)
+        self.nodes[record.name] = fresh
+        text = f"{record.name}: {record.state} -> {state}" + (f": {reason}" if reason else "")
+        self.say("node_state", record.name, text, record.name, record.state, state)
+        return fresh
+
+    def put(self, record: ShardRecord) -> ShardRecord:
+        """Write a shard's record without a transition."""
+        self.shards[record.shard] = record
+        return record
+
+    def move(self, record: ShardRecord, state: ShardState, reason: str) -> ShardRecord:
+        """Bring a shard into another state, if the table allows it; else say so and leave it as it was."""
+        try:
+            move_shard(record.state, state)
+        except IllegalTransition as error:
+            self.say("illegal", record.shard, f"{record.shard}: {error}; ignored")
+            return self.shards.get(record.shard, record)
+        if state is not record.state:
+            node = record.allocation.node if record.allocation else ""
+            text = f"{record.shard} {node}: {record.state} -> {state}" + (f": {reason}" if reason else "")
+            self.say("shard_state", record.shard, text, node, record.state, state)
+            record = evolve(record, state=state, since=self.world.now)
+        return self.put(evolve(record, reason=reason))
+
+    def drop(self, record: ShardRecord) -> None:
+        """Forget a shard; the newest of a model stays as a husk, since numbers of replicas never come back."""
+        newest = max(other.number for other in self.shards.values() if other.model == record.model)
+        if record.number < newest or record.rank:
+            del self.shards[record.shard]
+            return
+        husk = ShardRecord(record.shard, record.model, record.number, generation=record.generation, attempt=record.attempt)
+        self.put(evolve(husk, wanted=record.wanted, state=ShardState.STOPPED, since=self.world.now, reason=record.reason))

@@ -5,6 +5,11 @@ endpoint is the prompt's blocks that it would have to prefill, plus a price for 
 least loaded one. (Following the longest prefix alone made one endpoint three times as hot as the mean; hashing spread
 the requests in flight three times as wide.)
 
+Of endpoints that cost the same, the one with the fewest recent choices wins, not a random one: sessions stay where they
+began, so that chance alone would make one endpoint a tenth hotter than the others for hours. The counts of recent choices
+are each worker's own (if every worker is even, all are), they halve each minute, and they only break ties: a replica that
+has just come up is not flooded.
+
 What may surprise: the loads are read once per choice, for all candidates together, and only the endpoint that wins is
 looked at for its breaker and limit. Only if it may not be taken are the others examined. So a healthy group costs a few
 microseconds whatever its size, and only one with something wrong pays for it.
@@ -20,6 +25,12 @@ from llmgw.router.scoreboard import Scoreboard
 REQUEST_BLOCKS = 2
 """What one request in flight above the least loaded endpoint is worth, in blocks of prompt."""
 
+SESSION_BLOCKS = 8
+"""The least that a session counts for, in blocks: a short prompt's session, too, outweighs a few requests in flight."""
+
+HALF_LIFE = 60.0
+PRESSED_FOR = 1.0
+PRESSED_LOAD = 16
 NEVER = 1 << 40
 NOTHING: Mapping[int, int] = {}
 
@@ -33,13 +44,20 @@ class Candidate:
     @ivar row: its row in the scoreboard.
     @ivar limit: how many requests may be in flight there, over all workers; 0 means no limit.
     @ivar share: its weight under the policy C{weighted}.
+    @ivar pressed_until: while it turned requests away (429, 503) a moment ago, the monotonic time until which others are
+        preferred. A replica that fails fast is always the least loaded one, and would otherwise draw all requests.
     """
 
-    __slots__ = ("breaker", "id", "limit", "row", "share")
+    __slots__ = ("breaker", "id", "limit", "pressed_until", "row", "share")
 
     def __init__(self, id: str, row: int, limit: int = 0, share: int = 1) -> None:
         self.id, self.row, self.limit, self.share = id, row, limit, share
         self.breaker = Breaker()
+        self.pressed_until = 0.0
+
+    def press(self, now: float) -> None:
+        """It has just answered that it is too busy."""
+        self.pressed_until = now + PRESSED_FOR
 
 
 class Group:
@@ -51,6 +69,9 @@ class Group:
         self._board, self._random = board, random
         self._shares = [max(0, candidate.share) for candidate in candidates]
         self._turn = int(random() * len(self.candidates)) if candidates else 0
+        # Never equal, so that the first ties are broken at random.
+        self._recent = [random() * 0.1 for _ in candidates]
+        self._halved = 0.0
         self._find = POLICIES[policy]
 
     def choose(
@@ -77,10 +98,17 @@ class Group:
         if not self.candidates:
             return None, "none"
         loads = self._board.loads(self.rows)
+        if now - self._halved > HALF_LIFE:
+            self._recent = [count / 2 for count in self._recent]
+            self._halved = now
         index, reason = self._find(self, loads, held, blocks, session)
         found = self.candidates[index]
-        if found.breaker.blocked_until or found in excluded or 0 < found.limit <= loads[index]:
-            return self._second_choice(loads, now, held, blocks, session, excluded)
+        if found.breaker.blocked_until or found.pressed_until > now or found in excluded or 0 < found.limit <= loads[index]:
+            index, reason = self._second_choice(loads, now, held, blocks, session, excluded)
+            if index < 0:
+                return None, reason
+            found = self.candidates[index]
+        self._recent[index] += 1
         return found, reason
 
     def _second_choice(
@@ -91,7 +119,7 @@ class Group:
         blocks: int,
         session: int | None,
         excluded: Collection[Candidate],
-    ) -> tuple[Candidate | None, str]:
+    ) -> tuple[int, str]:
         """The choice among those that may be taken; the others count as endlessly loaded."""
         why = "none"
         usable = 0
@@ -106,13 +134,14 @@ class Group:
                 why = "full"
             else:
                 usable += 1
+                if candidate.pressed_until > now:
+                    loads[index] += PRESSED_LOAD
         if not usable:
-            return None, why
+            return -1, why
         index, reason = self._find(self, loads, held, blocks, session)
-        found = self.candidates[index]
-        if found.breaker.blocked_until:
-            return found, "probe"
-        return found, "only" if usable == 1 else reason
+        if self.candidates[index].breaker.blocked_until:
+            return index, "probe"
+        return index, "only" if usable == 1 else reason
 
     # Policies: (loads, held, blocks, session) -> (index, reason). A load of NEVER is not to be chosen.
 
@@ -121,8 +150,7 @@ class Group:
         count = loads.count(least)
         if count == 1:
             return loads.index(least)
-        nth = int(self._random() * count)
-        return [index for index, load in enumerate(loads) if load == least][nth]
+        return min([index for index, load in enumerate(loads) if load == least], key=self._recent.__getitem__)
 
     def _least_inflight(self, loads: list[int], held: Mapping[int, int], blocks: int, session: int | None) -> tuple[int, str]:
         return self._least(loads), "least"
@@ -145,7 +173,7 @@ class Group:
                 winners.append(index)
         if not winners:
             return self._least(loads), "spill" if longest else "least"
-        index = winners[0] if len(winners) == 1 else winners[int(self._random() * len(winners))]
+        index = winners[0] if len(winners) == 1 else min(winners, key=self._recent.__getitem__)
         if index == session:
             return index, "session"
         return index, "prefix" if held[index] == longest else "spill"
@@ -170,9 +198,6 @@ class Group:
                 return index, "share"
         return max(range(len(shares)), key=shares.__getitem__), "share"
 
-
-SESSION_BLOCKS = 8
-"""The least that a session counts for, in blocks: a short prompt's session, too, outweighs a few requests in flight."""
 
 POLICIES = {
     "least_cost": Group._least_cost,

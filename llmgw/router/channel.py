@@ -36,9 +36,9 @@ SILENCE = 3.0
 Message = dict[str, Any]
 
 
-def encode(kind: str, **values: object) -> bytes:
+def encode(type: str, /, **values: object) -> bytes:
     """One message as its line."""
-    return json.dumps({"type": kind, **values}, separators=(",", ":")).encode() + b"\n"
+    return json.dumps({"type": type, **values}, separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:

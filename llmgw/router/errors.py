@@ -102,6 +102,8 @@ def error_head(refusal: Refusal) -> list[tuple[bytes, bytes]]:
     fields = [(b"content-type", b"application/json"), (b"x-llmgw-reason", refusal.code.encode())]
     if refusal.retry_after is not None:
         fields.append((b"retry-after", b"%d" % refusal.retry_after))
+    if refusal.status == 401:
+        fields.append((b"www-authenticate", b"Bearer"))
     if refusal.allow:
         fields.append((b"allow", refusal.allow.encode()))
     return fields

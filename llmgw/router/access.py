@@ -1,0 +1,132 @@
+"""The access log: one JSON object for each request, gathered and written once a second by a thread of its own.
+
+Writing never holds up a request. If the disk is slow or full, up to C{KEPT} lines wait, further ones are counted and dropped, and
+the next line that can be written says how many. The file is opened anew when somebody has moved it away, so log rotation needs
+no signal.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from twisted.logger import Logger
+
+if TYPE_CHECKING:
+    from llmgw.router.errors import Refusal
+    from llmgw.router.relay import Exchange
+    from llmgw.router.request import Request
+
+KEPT = 50_000
+_encode_lines = msgspec.json.Encoder().encode_lines
+
+
+class AccessLog:
+    """Where a worker's requests are written down. C{flush} is to be called once a second."""
+
+    log = Logger()
+
+    def __init__(self, path: Path | None, executor: Executor, wall: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self.dropped = 0
+        self._executor = executor
+        self._wall = wall
+        self._monotonic = time.monotonic
+        self._ended: list[Exchange] = []
+        self._rows: list[dict[str, object]] = []
+        self._writing: Future[None] | None = None
+        self._file: int | None = None
+        self._complained = False
+
+    def add(self, exchange: Exchange) -> None:
+        """A request that went to an engine, or was to, has ended."""
+        self._ended.append(exchange)
+
+    def refused(self, peer: str, request: Request, refusal: Refusal, id: bytes) -> None:
+        """A request was refused by the router itself."""
+        if self.path is not None:
+            self._rows.append(
+                {
+                    "time": self._wall(),
+                    "id": id.decode("latin-1"),
+                    "client": peer,
+                    "path": request.path[:200].decode("latin-1"),
+                    "status": refusal.status,
+                    "outcome": "refused",
+                    "reason": refusal.code,
+                }
+            )
+
+    def flush(self) -> None:
+        """Hand what has been gathered to the writing thread, unless it is still busy."""
+        ended, self._ended = self._ended, []
+        if self.path is None:
+            return
+        shift = self._wall() - self._monotonic()
+        self._rows += [_row(exchange, shift) for exchange in ended]
+        if self._writing is not None and not self._writing.done():
+            surplus = len(self._rows) - KEPT
+            if surplus > 0:
+                self.dropped += surplus
+                del self._rows[:surplus]
+            return
+        if self._rows:
+            rows, self._rows = self._rows, []
+            self._writing = self._executor.submit(self._write, rows)
+
+    def _write(self, rows: list[dict[str, object]]) -> None:
+        try:
+            if self.dropped:
+                rows.append({"time": self._wall(), "dropped": self.dropped})
+                self.dropped = 0
+            data = _encode_lines(rows)
+            descriptor = self._descriptor()
+            while data:
+                data = data[os.write(descriptor, data) :]
+            self._complained = False
+        except OSError as error:
+            self.dropped += len(rows)
+            if not self._complained:
+                self._complained = True
+                self.log.error("Access log {path} cannot be written: {error}. Requests go on.", path=str(self.path), error=error)
+
+    def _descriptor(self) -> int:
+        assert self.path is not None
+        if self._file is not None:
+            here = os.fstat(self._file)
+            try:
+                there = os.stat(self.path)
+            except FileNotFoundError:
+                there = None
+            if there is not None and (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino):
+                return self._file
+            os.close(self._file)
+            self._file = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        return self._file
+
+
+def _row(exchange: Exchange, shift: float) -> dict[str, object]:
+    began = exchange.request.began
+    return {
+        "time": began + shift,
+        "id": exchange.answer_id.decode(),
+        "client_id": exchange.request.ours.get(b"x-request-id", b"").decode("latin-1"),
+        "client": exchange.client.peer,
+        "key": exchange.key.id if exchange.key is not None else "",
+        "call": exchange.call.name,
+        "model": exchange.served.name,
+        "replica": exchange.upstream.id if exchange.upstream is not None else "",
+        "why": exchange.why,
+        "status": exchange.status,
+        "outcome": exchange.outcome,
+        "retries": exchange.retries,
+        "ttft_ms": round((exchange.first - began) * 1000, 2) if exchange.first else None,
+        "duration_ms": round((exchange.ended - began) * 1000, 2),
+    }

@@ -1,0 +1,221 @@
+"""Where requests come in: who asks, for what, and may they; then on to the relay. And what a worker tells of them afterwards.
+
+Every refusal is made here or in the relay, in words that say what is missing: a model that nobody knows is not a model that is
+not ready, and a replica that is full is not one that is broken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from urllib.parse import unquote
+
+import msgspec
+
+from llmgw.router.access import AccessLog
+from llmgw.router.body import read_json
+from llmgw.router.breaker import RetryBudget
+from llmgw.router.choose import Candidate
+from llmgw.router.errors import Refusal
+from llmgw.router.http import ServerConnection
+from llmgw.router.relay import Exchange
+from llmgw.router.request import Field, Request
+from llmgw.router.routes import Routes, Served
+from llmgw.router.scoreboard import Scoreboard
+from llmgw.router.surface import LOCAL, Call, find_call, shape_of
+from llmgw.router.table import KeyEntry, RoutedModel
+from llmgw.router.upstream import Upstream
+
+_encode = msgspec.json.Encoder().encode
+_JSON: list[Field] = [(b"content-type", b"application/json")]
+_monotonic = time.monotonic
+
+
+class Door:
+    """All requests of one worker pass here (L{llmgw.router.http.App}).
+
+    @ivar routes: what is routed by now; L{use} replaces it.
+    @ivar leaving: no new connection is accepted any more; C{/ready} says so.
+    @ivar on_failure: called with C{(endpoint id, kind, text)} when an endpoint fails a request.
+    @ivar on_demand: called with the name of a model that is asked for and has no endpoint.
+    """
+
+    def __init__(self, board: Scoreboard, routes: Routes, log: AccessLog) -> None:
+        self.board = board
+        self.log = log
+        self.budget = RetryBudget()
+        self.connections: set[ServerConnection] = set()
+        self.leaving = False
+        self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
+        self.on_demand: Callable[[str], None] = lambda model: None
+        self._prefix = os.urandom(6).hex().encode() + b"-"
+        self._count = 0
+        self.use(routes)
+
+    def use(self, routes: Routes) -> None:
+        """Route by these from now on."""
+        self.routes = routes
+        self.timeouts = routes.table.timeouts
+        self.body_limit = routes.table.body_limit
+        self.headers_timeout = self.timeouts.headers
+        self.body_timeout = self.timeouts.body
+        self.keep_alive = self.timeouts.keep_alive
+
+    def next_id(self) -> bytes:
+        """An id that no other request has, in any worker."""
+        self._count += 1
+        return b"%b%x" % (self._prefix, self._count)
+
+    def sweep(self, now: float) -> None:
+        """See to every deadline. Called a few times a second; nothing else in the data plane has a timer."""
+        for connection in list(self.connections):
+            if connection.moved:
+                connection.moved = False
+                connection.deadline = now + connection.grace
+            elif now >= connection.deadline:
+                connection.expire(now)
+        for upstream in self.routes.upstreams.values():
+            if upstream.idle:
+                upstream.sweep(now)
+
+    # What the connections call.
+
+    def head(self, request: Request) -> None:
+        """Judge a request by its head alone, so that a large body is not read for nothing."""
+        request.call = call = find_call(request.path)
+        if call is None:
+            raise Refusal(404, "no_such_path", f"There is no {request.path[:200].decode(errors='replace')} here.")
+        if request.method != call.method and not (request.method == b"HEAD" and call.method == b"GET"):
+            allowed = call.method.decode()
+            raise Refusal(405, "method_not_allowed", f"{call.path.decode()} is called with {allowed}.", allow=allowed)
+        if call.path not in (b"/health", b"/ready"):
+            request.context = self._key(request)
+
+    def _key(self, request: Request) -> KeyEntry | None:
+        given = request.ours.get(b"authorization", b"")
+        token = given[7:].strip() if given[:7].lower() == b"bearer " else request.ours.get(b"x-api-key", b"")
+        key = self.routes.keys.get(hashlib.sha256(token).hexdigest()) if token else None
+        if key is not None and key.expires is not None and key.expires < time.time():
+            raise Refusal(401, "key_expired", f"The API key {key.name or key.id} has expired.")
+        if key is None and self.routes.table.keys_required:
+            if not token:
+                raise Refusal(401, "key_missing", "An API key is needed: send `Authorization: Bearer KEY`.")
+            raise Refusal(401, "invalid_api_key", "This API key is not known here, or it has been revoked.")
+        return key
+
+    def shape(self, request: Request) -> str:
+        """How errors of this request look."""
+        return request.call.shape if request.call is not None else shape_of(request.path)
+
+    def refused(self, connection: ServerConnection, request: Request, refusal: Refusal) -> list[Field]:
+        """Count it; its answer carries its id."""
+        id = request.ours.get(b"x-request-id") or self.next_id()
+        if not request.logged:
+            self.log.refused(connection.peer, request, refusal, id)
+        return [(b"x-request-id", id)]
+
+    def begin(self, connection: ServerConnection, request: Request) -> Exchange | None:
+        """Serve a request whose head has been found good."""
+        call = request.call
+        assert call is not None
+        if call.model is LOCAL:
+            self._answer(connection, request, call)
+            return None
+        key: KeyEntry | None = request.context
+        body = read_json(request.body())
+        served = self._model(body.model, key)
+        exchange = Exchange(self, connection, request, call, served, key, body)
+        connection.work = exchange
+        try:
+            exchange.start()
+        except Refusal:
+            connection.work = None
+            raise
+        return exchange if connection.work is exchange else None
+
+    def _model(self, name: str, key: KeyEntry | None) -> Served:
+        routes = self.routes
+        served = routes.models.get(name)
+        if served is None:
+            if not routes.table.version:
+                raise Refusal(503, "starting", "The router has no routing table yet.", retry_after=2)
+            raise Refusal(404, "model_not_found", f"There is no model {name[:200]!r} here.", param="model")
+        if key is not None and key.models and served.name not in key.models:
+            raise Refusal(403, "model_not_allowed", f"The API key {key.name or key.id} may not use {name}.", param="model")
+        if not served.upstreams:
+            for other in served.config.fallbacks:
+                fallback = routes.models.get(other)
+                if fallback is not None and fallback.upstreams:
+                    return fallback
+            self.on_demand(served.name)
+            reason = served.config.reason or "no replica is ready"
+            raise Refusal(503, "not_ready", f"{served.name} is not ready: {reason}.", retry_after=served.config.retry_after)
+        return served
+
+    def nothing(self, served: Served, why: str, tried: list[Upstream] | list[Candidate]) -> Refusal:
+        """Why none of a model's endpoints can be tried (the word is one of L{choose.Group.choose})."""
+        if why == "full":
+            return Refusal(429, "full", f"All replicas of {served.name} are busy.", retry_after=1)
+        if why == "open":
+            wait = min(up.breaker.blocked_until for up in served.upstreams) - _monotonic()
+            text = f"All replicas of {served.name} have failed repeatedly and are left alone for a while."
+            return Refusal(503, "engines_failing", text, retry_after=max(1, int(wait) + 1))
+        text = f"{len(tried)} replicas of {served.name} failed this request, and there is no other."
+        return Refusal(502, "engines_failed", text, retry_after=1)
+
+    def failure(self, upstream: Upstream, kind: str, text: str) -> None:
+        """An endpoint failed a request."""
+        self.on_failure(upstream.id, kind, text)
+
+    def finished(self, exchange: Exchange) -> None:
+        """A request has ended, however."""
+        exchange.request.parts.clear()
+        exchange.request.logged = True
+        self.log.add(exchange)
+
+    # What needs no engine.
+
+    def _answer(self, connection: ServerConnection, request: Request, call: Call) -> None:
+        if call.name == "health":
+            connection.reply(request, 200, _JSON, b'{"status":"ok"}')
+        elif call.name == "ready":
+            self._ready(connection, request)
+        else:
+            body = self._models(request) if call.name == "models" else self._one_model(request)
+            connection.reply(request, 200, [*_JSON, (b"x-request-id", self.next_id())], _encode(body))
+
+    def _ready(self, connection: ServerConnection, request: Request) -> None:
+        if not self.routes.table.version:
+            raise Refusal(503, "starting", "The router has no routing table yet.", retry_after=2)
+        if self.leaving:
+            raise Refusal(503, "leaving", "This worker is finishing its requests and takes no new ones.", retry_after=1)
+        connection.reply(request, 200, _JSON, _encode({"status": "ok", "table": self.routes.table.version}))
+
+    def _models(self, request: Request) -> dict[str, object]:
+        models = self.routes.names(request.context)
+        named = [(name, model) for model in models for name in (model.name, *model.aliases)]
+        if dict(request.fields).get(b"anthropic-version") is None:
+            return {"object": "list", "data": [_openai_model(name, model) for name, model in named]}
+        names = [name for name, _ in named]
+        ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+        return {"data": [_anthropic_model(name, model) for name, model in named], "has_more": False, **ends}
+
+    def _one_model(self, request: Request) -> dict[str, object]:
+        name = request.path[len(b"/v1/models/") :].decode(errors="replace")
+        name = name if name in self.routes.models else unquote(name)
+        served = self.routes.models.get(name)
+        if served is None or served.config not in self.routes.names(request.context):
+            raise Refusal(404, "model_not_found", f"There is no model {name[:200]!r} here.", param="model")
+        anthropic = dict(request.fields).get(b"anthropic-version") is not None
+        return (_anthropic_model if anthropic else _openai_model)(name, served.config)
+
+
+def _openai_model(name: str, model: RoutedModel) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": model.created, "owned_by": "llmgw"}
+
+
+def _anthropic_model(name: str, model: RoutedModel) -> dict[str, object]:
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(model.created))
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}

@@ -1,0 +1,231 @@
+"""A router worker: C{python -m llmgw.router.worker}, started by llmgw-server with its sockets as inherited descriptors.
+
+It is a process on uvloop without a Twisted reactor: nothing here would use one, and importing it (with it OpenSSL's bindings)
+was measured to cost 21 MB in every worker.
+
+A worker outlives its server. When the channel closes it goes on by its last table, and looks once a second for the generation
+file in the state folder: when a newer server's workers are there, it stops accepting, finishes what runs, and exits.
+
+  - SIGTERM may be half of a restart: go on accepting until a newer generation is there, or 10 s have passed; then finish.
+  - SIGINT: stop accepting now, finish.
+  - "Finish" is bounded by C{timeouts.drain}; what still streams then ends with an error event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import uvloop
+from twisted.logger import Logger, globalLogBeginner
+
+from llmgw.logs import text as text_observer
+from llmgw.router.access import AccessLog
+from llmgw.router.channel import BEAT, MAX_LINE, Message, decode, encode
+from llmgw.router.door import Door
+from llmgw.router.http import ServerConnection
+from llmgw.router.routes import Routes
+from llmgw.router.scoreboard import Scoreboard, shared_file
+from llmgw.router.table import BadTable, Table, read_table
+
+SWEEP = 0.25
+GRACE = 10.0
+IDLE_WHEN_LEAVING = 6.0
+TABLE = "table.json"
+GENERATION = "generation"
+_monotonic = time.monotonic
+
+
+def read_generation(folder: Path) -> int:
+    """The number of the newest server whose workers have started; 0 if there is none."""
+    try:
+        return int((folder / GENERATION).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+class Channel(asyncio.Protocol):
+    """The worker's end of the channel; see router/channel.py for what is said."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._rest = b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The server is there."""
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        """Lines, whole or not."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._worker.told(decode(line))
+        if len(self._rest) > MAX_LINE and self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server is gone."""
+        self._transport = None
+        self._worker.alone()
+
+    def send(self, type: str, /, **values: object) -> None:
+        """Tell the server, if there is one that listens."""
+        if self._transport is not None and self._transport.get_write_buffer_size() < MAX_LINE:
+            self._transport.write(encode(type, **values))
+
+
+class Worker:
+    """One worker's life."""
+
+    log = Logger()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, options: argparse.Namespace) -> None:
+        self.loop = loop
+        self._folder: Path = options.folder
+        self._generation: int = options.generation
+        self._sockets = [socket.socket(fileno=number) for number in options.listen]
+        self._servers: list[asyncio.AbstractServer] = []
+        self.board = Scoreboard.attach(shared_file(self._folder, "scoreboard"), options.column)
+        self.access = AccessLog(None, ThreadPoolExecutor(1, "access"))
+        self.door = Door(self.board, Routes(Table(), self.board, loop), self.access)
+        self.door.on_failure = lambda endpoint, kind, text: self.channel.send("failure", endpoint=endpoint, kind=kind, text=text)
+        self.door.on_demand = self._demand
+        self.channel = Channel(self)
+        self._demanded: dict[str, float] = {}
+        self._alone = False
+        self._leave_at: float | None = None
+        self._end_at = 0.0
+        self._due = 0.0
+        self._next_beat = 0.0
+
+    async def start(self, channel: int | None) -> None:
+        """Read the table, begin to accept, tell the server."""
+        self._read_table()
+        for listening in self._sockets:
+            self._servers.append(await self.loop.create_server(lambda: ServerConnection(self.door), sock=listening))
+        if channel is not None:
+            await self.loop.create_connection(lambda: self.channel, sock=socket.socket(fileno=channel))
+        else:
+            self._alone = True
+        self.channel.send("ready", pid=0, column=self.board.column)
+        self.channel.send("routing", version=self.door.routes.table.version)
+        self._due = _monotonic()
+        self._sweep()
+
+    # The table.
+
+    def _read_table(self) -> None:
+        try:
+            table = read_table(self._folder / TABLE)
+        except BadTable as error:
+            self.log.error("{error}", error=error)
+            self.channel.send("refused", version=0, text=str(error))
+            return
+        if table is not None and table.version >= self.door.routes.table.version:
+            self.door.use(Routes(table, self.board, self.loop, self.door.routes))
+            self.board.acknowledge(table.version)
+            self.access.path = Path(table.access_log) if table.access_log else None
+
+    # The channel.
+
+    def told(self, message: Message) -> None:
+        """The server has said something."""
+        match message["type"]:
+            case "table":
+                self._read_table()
+                self.channel.send("routing", version=self.door.routes.table.version)
+            case "stop":
+                self.stop(at_once=bool(message.get("at_once")))
+
+    def alone(self) -> None:
+        """The channel has closed: go on."""
+        self._alone = True
+
+    def _demand(self, model: str) -> None:
+        now = _monotonic()
+        if now - self._demanded.get(model, 0.0) >= 1.0:
+            self._demanded[model] = now
+            self.channel.send("demand", model=model, waiting=0)
+
+    # Time.
+
+    def _sweep(self) -> None:
+        now = _monotonic()
+        self.door.sweep(now)
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT
+            self._beat(now - self._due)
+        self._due = now + SWEEP
+        self.loop.call_later(SWEEP, self._sweep)
+
+    def _beat(self, lag: float) -> None:
+        self.access.flush()
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.channel.send(
+            "beat", in_flight=self.door.budget.live, waiting=0, connections=len(self.door.connections), lag=round(lag, 4), rss=rss
+        )
+        self._consider_leaving()
+
+    # Leaving.
+
+    def stop(self, at_once: bool) -> None:
+        """Leave: now, or when newer workers are there, or in C{GRACE} seconds."""
+        wanted = _monotonic() + (0.0 if at_once else GRACE)
+        self._leave_at = min(wanted, self._leave_at or wanted)
+        if at_once:
+            self._consider_leaving()
+
+    def _consider_leaving(self) -> None:
+        now = _monotonic()
+        if self.door.leaving:
+            if not self.door.connections or now >= self._end_at:
+                self.loop.stop()
+            return
+        waiting = self._alone or self._leave_at is not None
+        if waiting and (read_generation(self._folder) > self._generation or now >= (self._leave_at or now + 1)):
+            self._leave()
+
+    def _leave(self) -> None:
+        self.door.leaving = True
+        self._end_at = _monotonic() + self.door.timeouts.drain
+        for server in self._servers:
+            server.close()
+        for connection in list(self.door.connections):
+            connection.leave(IDLE_WHEN_LEAVING)
+
+
+def options(arguments: list[str]) -> argparse.Namespace:
+    """The worker's command line; only llmgw-server writes it."""
+    parser = argparse.ArgumentParser(prog="llmgw-router-worker")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--generation", type=int, required=True)
+    parser.add_argument("--column", type=int, required=True)
+    parser.add_argument("--channel", type=int)
+    parser.add_argument("--listen", type=int, action="append", required=True)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run until told to stop."""
+    globalLogBeginner.beginLoggingTo([text_observer()], redirectStandardIO=False)
+    chosen = options(sys.argv[1:])
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    worker = Worker(loop, chosen)
+    loop.add_signal_handler(signal.SIGTERM, worker.stop, False)
+    loop.add_signal_handler(signal.SIGINT, worker.stop, True)
+    loop.run_until_complete(worker.start(chosen.channel))
+    loop.run_forever()
+    worker.access.flush()
+
+
+if __name__ == "__main__":
+    main()

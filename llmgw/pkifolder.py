@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import tarfile
+import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -122,10 +123,19 @@ def read_authority(folder: Path) -> Pair:
     raise PkiError(f"the key {folder / 'ca.key'} is not the one of the authority {folder / 'ca.pem'}")
 
 
-def certificates_in(folder: Path) -> list[tuple[str, x509.Certificate]]:
-    """Every NAME.pem in C{folder} by name, the authority first."""
+def certificates_in(folder: Path) -> list[tuple[str, x509.Certificate | PkiError]]:
+    """Every NAME.pem in C{folder} by name, the authority first; for one that cannot be read, why."""
+    if not (folder / "ca.pem").exists():
+        raise PkiError(f"there is no {folder / 'ca.pem'}: make a fleet with llmgw pki init {folder}")
     paths = sorted(folder.glob("*.pem"), key=lambda path: (path.stem != "ca", path.stem))
-    return [(path.stem, read_certificates(path)[0]) for path in paths]
+    return [(path.stem, _first_certificate(path)) for path in paths]
+
+
+def _first_certificate(path: Path) -> x509.Certificate | PkiError:
+    try:
+        return read_certificates(path)[0]
+    except PkiError as error:
+        return error
 
 
 def write_bundle(path: Path, folder: Path, name: str, configuration: str) -> None:
@@ -140,7 +150,7 @@ def write_bundle(path: Path, folder: Path, name: str, configuration: str) -> Non
 
 def _add_member(archive: tarfile.TarFile, name: str, content: bytes, mode: int) -> None:
     member = tarfile.TarInfo(name)
-    member.size, member.mode = len(content), mode
+    member.size, member.mode, member.mtime = len(content), mode, int(time.time())
     archive.addfile(member, io.BytesIO(content))
 
 

@@ -1,0 +1,121 @@
+"""C{llmgw apply, plan, explain, wait}: the models that are wanted, and whether they are there yet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmgw.cli.client import Answer, Client, Unreachable
+from llmgw.cli.session import Session, duration, json_option, pass_session
+from llmgw.errors import LlmgwError
+from llmgw.fleet.line import escape
+from llmgw.fleet.units import show_duration
+
+FILE = click.argument("file", type=click.Path(path_type=Path))
+REMOVALS = click.option("--allow-removals", is_flag=True, help="Also remove models that are missing from FILE.")
+POLL = 0.5
+
+
+class NotReady(LlmgwError):
+    """A model did not become ready in time, or cannot."""
+
+
+def _read(file: Path) -> str:
+    from llmgw.config.text import read_file
+
+    return read_file(file)
+
+
+@click.command(name="apply")
+@FILE
+@REMOVALS
+@click.option("--check-revision", type=click.IntRange(0), metavar="N", help="Refuse if the catalog in force is not N any more.")
+@json_option
+@pass_session
+def apply_command(session: Session, file: Path, allow_removals: bool, check_revision: int | None) -> None:
+    """Make the models in FILE the catalog in force.
+
+    FILE is a server.yaml, of which only models is looked at, or a file of models alone. A model that is missing from
+    it is kept; to stop one write "replicas: 0", to remove it use --allow-removals.
+    """
+    session.show(_apply(session.client, file, allow_removals, check_revision, dry_run=False))
+
+
+@click.command(name="plan")
+@FILE
+@REMOVALS
+@json_option
+@pass_session
+def plan_command(session: Session, file: Path, allow_removals: bool) -> None:
+    """Say what apply FILE would do, and do nothing."""
+    session.show(_apply(session.client, file, allow_removals, None, dry_run=True))
+
+
+def _apply(client: Client, file: Path, allow_removals: bool, revision: int | None, dry_run: bool) -> Answer:
+    body: dict[str, Any] = {"text": _read(file), "path": str(file.absolute()), "allow_removals": allow_removals}
+    return client.post("/v1/apply", **body, check_revision=revision, dry_run=dry_run)
+
+
+@click.command(name="explain")
+@click.argument("model")
+@json_option
+@pass_session
+def explain_command(session: Session, model: str) -> None:
+    """Why MODEL has the replicas it has, and what would make the missing ones fit."""
+    session.show(session.client.get("/v1/explain", model=model))
+
+
+@click.command(name="wait")
+@click.argument("model")
+@click.option("--timeout", type=duration, default="30m", show_default=True, help="How long to wait.")
+@json_option
+@pass_session
+def wait_command(session: Session, model: str, timeout: float) -> None:
+    """Wait until every wanted replica of MODEL is ready.
+
+    Fails when the time is over, when there is no such model, and when a replica has failed for good.
+    """
+    found = _wait(session.client, model, time.monotonic() + timeout, timeout)
+    session.show(found, lambda: f"{model} is ready: {found.get('ready', 0)}/{found.get('wanted', 0)}")
+
+
+def _wait(client: Client, model: str, until: float, timeout: float) -> Answer:
+    said = ""
+    while True:
+        found, state = _look(client, model)
+        if found and found.get("ready", 0) >= found.get("wanted", 0):
+            return found
+        if state != said:
+            click.echo(escape(f"{model}: {state}"), err=True)
+            said = state
+        if time.monotonic() >= until:
+            raise NotReady(f"{model} is not ready after {show_duration(timeout)}: {state}; see: llmgw explain {model}")
+        time.sleep(min(POLL, max(0.0, until - time.monotonic())))
+
+
+def _look(client: Client, model: str) -> tuple[Answer | None, str]:
+    """The model's part of status, None while the server is away; and where it stands, in words."""
+    from llmgw.cli.status import replica_text
+
+    try:
+        status = client.get("/v1/status")
+    except Unreachable as error:
+        return None, str(error)
+    found: Answer | None = next((each for each in status.get("models") or () if each["name"] == model), None)
+    if found is None:
+        raise NotReady(f"there is no model {model!r} in the catalog (an alias is not enough)")
+    waiting = [replica for replica in found.get("replicas") or () if replica.get("state") != "ready"]
+    # No duration in these words: they are printed whenever they change.
+    words = " · ".join(replica_text(_timeless(replica), 0) for replica in waiting)
+    state = f"{found.get('ready', 0)}/{found.get('wanted', 0)} ready" + (f": {words or found.get('reason') or ''}").rstrip(": ")
+    if waiting and all(replica.get("state") == "failed" for replica in waiting):
+        raise NotReady(f"{model} will not become ready by itself: {state}; then: llmgw restart {model}")
+    return found, state
+
+
+def _timeless(replica: Answer) -> Answer:
+    shards = [shard | {"since": None} for shard in replica.get("shards") or ()]
+    return replica | {"since": None, "shards": shards}

@@ -1,0 +1,64 @@
+"""C{llmgw key}: who may use the models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from llmgw.cli.client import Answer
+from llmgw.cli.session import Session, duration, json_option, pass_session
+
+
+@click.group(name="key")
+def key_command() -> None:
+    """API keys for the people and programs that use the models."""
+
+
+@key_command.command(name="create")
+@click.argument("name")
+@click.option("--team", metavar="T", help="Whose it is.")
+@click.option("--model", "models", multiple=True, metavar="MODEL", help="It may use only this model; repeat for several.")
+@click.option("--rpm", type=click.IntRange(1), metavar="N", help="Requests per minute.")
+@click.option("--tpm", type=click.IntRange(1), metavar="N", help="Tokens per minute.")
+@click.option("--tpd", type=click.IntRange(1), metavar="N", help="Tokens per day.")
+@click.option("--concurrency", type=click.IntRange(1), metavar="N", help="Requests at once.")
+@click.option("--expires", type=duration, help="How long it is good for, e.g. 90d; default: for ever.")
+@json_option
+@pass_session
+def create_command(session: Session, /, name: str, models: tuple[str, ...], **limits: Any) -> None:
+    """Make a key and print it, this once: only its hash is kept."""
+    answer = session.client.post("/v1/keys", name=name, models=list(models) or None, **limits)
+    session.show(answer, lambda: f"{answer['key']}\n(id {answer['id']}; it is not shown again)")
+
+
+@key_command.command(name="list")
+@json_option
+@pass_session
+def list_command(session: Session) -> None:
+    """Every key with its id and limits, never the key itself."""
+    from llmgw.cli.render import table
+
+    answer = session.client.get("/v1/keys")
+    rows = [_row(key) for key in answer.get("keys", [])]
+    headers = ("ID", "NAME", "TEAM", "CREATED", "EXPIRES", "MODELS", "LIMITS", "STATE")
+    session.show(answer, lambda: table(headers, rows) if rows else "no keys")
+
+
+def _row(key: Answer) -> list[str]:
+    from llmgw.cli.render import day
+
+    limits = [f"{key[name]} {name}" for name in ("rpm", "tpm", "tpd", "concurrency") if key.get(name)]
+    state = "revoked" if key.get("revoked") else "good"
+    models = ", ".join(key.get("models") or ()) or "all"
+    created, expires = day(key.get("created")), day(key.get("expires"))
+    return [key["id"], key["name"], key.get("team") or "", created, expires, models, ", ".join(limits), state]
+
+
+@key_command.command(name="revoke")
+@click.argument("key", metavar="ID")
+@json_option
+@pass_session
+def revoke_command(session: Session, key: str) -> None:
+    """Refuse the key with this id from now on."""
+    session.show(session.client.post("/v1/keys/revoke", id=key))

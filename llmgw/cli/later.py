@@ -1,0 +1,57 @@
+"""Commands whose server side may be missing: they ask, and a server that cannot yet says so."""
+
+from __future__ import annotations
+
+import click
+
+from llmgw.cli.session import Session, json_option, pass_session
+
+
+@click.command(name="rollout")
+@click.argument("model")
+@click.option("--pause", "action", flag_value="pause", help="Change no further replica for now.")
+@click.option("--resume", "action", flag_value="resume", help="Go on.")
+@click.option("--undo", "action", flag_value="undo", help="Go back to what was there before.")
+@json_option
+@pass_session
+def rollout_command(session: Session, model: str, action: str | None) -> None:
+    """Show or steer the change of MODEL to its new profile."""
+    if action:
+        session.show(session.client.post("/v1/rollout", model=model, action=action))
+    else:
+        session.show(session.client.get("/v1/rollout", model=model))
+
+
+@click.command(name="estimate")
+@click.argument("model")
+@json_option
+@pass_session
+def estimate_command(session: Session, model: str) -> None:
+    """How much device memory a replica of MODEL needs, and for what."""
+    session.show(session.client.get("/v1/estimate", model=model))
+
+
+@click.command(name="fetch")
+@click.argument("model")
+@click.option("--node", metavar="NAME", help="Only on this node.")
+@json_option
+@pass_session
+def fetch_command(session: Session, model: str, node: str | None) -> None:
+    """Have nodes download the weights of MODEL."""
+    session.show(session.client.post("/v1/fetch", model=model, node=node))
+
+
+@click.command(name="usage")
+@json_option
+@pass_session
+def usage_command(session: Session) -> None:
+    """Tokens used, by key and model."""
+    session.show(session.client.get("/v1/usage"))
+
+
+@click.command(name="top")
+@json_option
+@pass_session
+def top_command(session: Session) -> None:
+    """What the models and engines are doing now."""
+    session.show(session.client.get("/v1/top"))

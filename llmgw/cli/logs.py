@@ -1,0 +1,131 @@
+"""C{llmgw events} and C{llmgw logs}: what happened, and what an engine printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from llmgw.cli.client import Answer, Client, Refused, Unreachable
+from llmgw.cli.session import Session, json_option, pass_session
+from llmgw.fleet.line import escape
+
+WAIT = 20.0
+POLL = 0.5
+PIECE = 2**18
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@click.command(name="events")
+@click.option("--follow", "-f", is_flag=True, help="Go on printing events as they happen.")
+@click.option("--after", type=click.IntRange(0), metavar="N", help="Only events numbered above N.")
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="At most so many of the latest.")
+@json_option
+@pass_session
+def events_command(session: Session, follow: bool, after: int | None, limit: int) -> None:
+    """What happened in the fleet, oldest first. With --json one object a line."""
+    answer = session.client.get("/v1/events", after=after, limit=limit)
+    last = _print_events(session, answer, after or 0)
+    while follow:
+        answer = _patiently(session.client, "/v1/events", after=last, wait=WAIT, limit=1000)
+        last = _print_events(session, answer, last)
+
+
+def _print_events(session: Session, answer: Answer, last: int) -> int:
+    for event in answer.get("events", ()):
+        click.echo(json.dumps(event, ensure_ascii=False) if session.as_json else event_text(event))
+        last = max(last, event.get("number", 0))
+    sys.stdout.flush()
+    return last
+
+
+def event_text(event: Answer) -> str:
+    """One line, and an engine's last words indented below it."""
+    from llmgw.cli.render import instant
+
+    subject = " ".join(
+        filter(None, (event.get("subject"), event.get("node") if event.get("node") != event.get("subject") else ""))
+    )
+    moved = f"{event['before']} -> {event['after']}" if event.get("before") and event.get("after") else ""
+    said = ": ".join(filter(None, (subject, moved, event.get("text"))))
+    tail = [f"    {escape(line)}" for line in event.get("tail") or ()]
+    return "\n".join([f"{instant(event.get('at'))}  {escape(said)}", *tail])
+
+
+def _patiently(client: Client, path: str, **query: Any) -> Answer:
+    """A long poll that outlives a restart of the server."""
+    while True:
+        try:
+            return client.get(path, timeout=WAIT + 10, **query)
+        except Unreachable as error:
+            click.echo(f"llmgw: {escape(str(error))}; trying again", err=True)
+            time.sleep(2)
+
+
+@click.command(name="logs")
+@click.argument("shard")
+@click.option("--follow", "-f", is_flag=True, help="Go on printing, also into the next attempt.")
+@click.option("--attempt", type=click.IntRange(1), metavar="N", help="The output of this attempt; default: the latest.")
+@click.option("--lines", "-n", type=click.IntRange(1), metavar="N", help="Only the last N lines.")
+@json_option
+@pass_session
+def logs_command(session: Session, shard: str, follow: bool, attempt: int | None, lines: int | None) -> None:
+    """What the engine of SHARD (MODEL/REPLICA/RANK, see status) printed.
+
+    On a terminal control characters are shown escaped; into a pipe the output goes as it came.
+    """
+    for piece in _pieces(session.client, shard, attempt, follow, lines):
+        if session.as_json:
+            click.echo(json.dumps(piece, ensure_ascii=False))
+        else:
+            click.echo(fit(piece["text"]) if sys.stdout.isatty() else piece["text"], nl=False)
+        sys.stdout.flush()
+
+
+def _pieces(client: Client, shard: str, attempt: int | None, follow: bool, lines: int | None) -> Iterator[Answer]:
+    asked, offset = attempt or 0, -PIECE if lines else 0
+    piece = client.get("/v1/logs", shard=shard, attempt=asked, offset=offset, limit=PIECE)
+    if lines:
+        piece["text"] = "".join(piece["text"].splitlines(keepends=True)[-lines:])
+    while True:
+        if piece["text"]:
+            yield piece
+        elif not follow:
+            return
+        elif not attempt and (newer := _newer(client, shard, piece["attempt"])):
+            click.echo(f"-- attempt {newer} --", err=True)
+            piece |= {"attempt": newer, "next": 0}
+        else:
+            time.sleep(POLL)
+        piece = _next(client, shard, piece, follow)
+
+
+def _next(client: Client, shard: str, piece: Answer, follow: bool) -> Answer:
+    """The piece after this one; while following, a node or server that is away for now is waited for."""
+    try:
+        return client.get("/v1/logs", shard=shard, attempt=piece["attempt"], offset=piece["next"], limit=PIECE)
+    except (Refused, Unreachable) as error:
+        if not follow:
+            raise
+        click.echo(f"llmgw: {escape(str(error))}; trying again", err=True)
+        time.sleep(2)
+        return piece | {"text": ""}
+
+
+def _newer(client: Client, shard: str, attempt: int) -> int:
+    try:
+        latest: int = client.get("/v1/logs", shard=shard, attempt=0, offset=0, limit=1)["attempt"]
+    except (Refused, Unreachable):
+        return 0
+    return latest if latest > attempt else 0
+
+
+def fit(text: str) -> str:
+    """An engine's output for a terminal: colours dropped, of a progress bar's states the last one, the rest escaped."""
+    rows = (_COLOUR.sub("", row).rstrip("\r").rpartition("\r")[2] for row in text.expandtabs().split("\n"))
+    return "\n".join(map(escape, rows))

@@ -1,0 +1,119 @@
+"""The C{llmgw} command: finds the subcommand, runs it, and turns what went wrong into one sentence and an exit status.
+
+0 is well, 1 failed or refused, 2 a wrong command line or configuration, 3 no server answers. Subcommands are imported only
+when they are called, so that C{llmgw status} starts in a fifth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import click
+
+from llmgw.cli.client import Refused, Unreachable
+from llmgw.cli.session import Session, json_option
+from llmgw.errors import Invalid, LlmgwError
+from llmgw.fleet.line import escape
+
+OK, FAILED, MISUSED, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
+
+# Where each command lives, in the order of the help: looking first, then changing, then the rest.
+COMMANDS = {
+    "status": "status",
+    "explain": "catalog",
+    "events": "logs",
+    "logs": "logs",
+    "orphans": "operate",
+    "refusals": "nodes",
+    "check": "check",
+    "plan": "catalog",
+    "apply": "catalog",
+    "wait": "catalog",
+    "drain": "operate",
+    "cordon": "operate",
+    "uncordon": "operate",
+    "restart": "operate",
+    "adopt": "operate",
+    "stop": "operate",
+    "node": "nodes",
+    "key": "keys",
+    "pki": "pki",
+    "rollout": "later",
+    "estimate": "later",
+    "fetch": "later",
+    "usage": "later",
+    "top": "later",
+}
+
+
+class Commands(click.Group):
+    """The subcommands by name, imported when needed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name; its module holds it as C{NAME_command}."""
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = getattr(import_module(f"llmgw.cli.{COMMANDS[cmd_name]}"), f"{cmd_name}_command")
+        return found
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--socket",
+    envvar="LLMGW_SOCKET",
+    default="/run/llmgw/admin.sock",
+    show_default=True,
+    metavar="PATH",
+    help="The server's admin socket; also taken from $LLMGW_SOCKET.",
+)
+@click.version_option(version("llmgw"), prog_name="llmgw", message="%(prog)s %(version)s")
+@json_option
+@click.pass_context
+def llmgw(context: click.Context, socket: str) -> None:
+    """Operate llmgw: language models on machines that somebody owns."""
+    context.ensure_object(Session).socket = socket
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit status."""
+    session = Session()
+    try:
+        done: Any = llmgw.main(list(arguments), prog_name="llmgw", standalone_mode=False, obj=session)
+    except click.ClickException as error:
+        error.show()
+        return MISUSED
+    except click.Abort:
+        return INTERRUPTED
+    except LlmgwError as error:
+        return _tell(error, session)
+    return done if isinstance(done, int) else OK
+
+
+def _tell(error: LlmgwError, session: Session) -> int:
+    problems = [str(problem) for problem in getattr(error, "problems", ())]
+    message = "" if isinstance(error, Invalid) else str(error)
+    code = getattr(error, "code", "") or type(error).__name__.lower()
+    if session.as_json:
+        click.echo(json.dumps({"error": {"code": code, "message": str(error), "problems": problems}}, ensure_ascii=False))
+    for problem in problems:
+        click.echo(escape(problem), err=True)
+    if message:
+        prefix = "not yet: " if code == "not_yet" and not message.startswith("not yet") else ""
+        click.echo(f"llmgw: {prefix}{escape(message)}", err=True)
+    if isinstance(error, Unreachable):
+        return UNREACHABLE
+    return MISUSED if isinstance(error, Invalid) or (isinstance(error, Refused) and problems) else FAILED
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))

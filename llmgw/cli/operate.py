@@ -1,0 +1,101 @@
+"""C{llmgw drain, cordon, uncordon, restart, orphans, adopt, stop}: orders about what runs."""
+
+from __future__ import annotations
+
+import click
+
+from llmgw.cli.session import Session, duration, json_option, pass_session
+
+NODES = click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
+OUTAGE = click.option("--allow-outage", is_flag=True, help="Even if a model is then served by nobody for a while.")
+
+
+@click.command(name="drain")
+@NODES
+@click.option("--deadline", type=duration, help="How long running requests may take, e.g. 30m; default: timing.node_drain.")
+@click.option("--force", is_flag=True, help="Even if there is no room elsewhere for what runs there.")
+@OUTAGE
+@json_option
+@pass_session
+def drain_command(session: Session, nodes: tuple[str, ...], deadline: float | None, force: bool, allow_outage: bool) -> None:
+    """Move what runs on NODE... elsewhere, finish its requests, and place nothing there.
+
+    uncordon ends it.
+    """
+    session.show(session.client.post("/v1/drain", nodes=list(nodes), deadline=deadline, force=force, allow_outage=allow_outage))
+
+
+@click.command(name="cordon")
+@NODES
+@json_option
+@pass_session
+def cordon_command(session: Session, nodes: tuple[str, ...]) -> None:
+    """Place nothing new on NODE...; what runs there goes on."""
+    session.show(session.client.post("/v1/cordon", nodes=list(nodes)))
+
+
+@click.command(name="uncordon")
+@NODES
+@json_option
+@pass_session
+def uncordon_command(session: Session, nodes: tuple[str, ...]) -> None:
+    """Allow placing on NODE... again, ending a cordon or a drain."""
+    session.show(session.client.post("/v1/uncordon", nodes=list(nodes)))
+
+
+@click.command(name="restart")
+@click.argument("model")
+@click.option("--node", metavar="NAME", help="Only its replicas on this node.")
+@click.option("--replica", type=click.IntRange(0), metavar="N", help="Only this replica, by number.")
+@OUTAGE
+@json_option
+@pass_session
+def restart_command(session: Session, model: str, node: str | None, replica: int | None, allow_outage: bool) -> None:
+    """Start the replicas of MODEL afresh, one after another.
+
+    Also gives replicas that failed too often a new budget.
+    """
+    session.show(session.client.post("/v1/restart", model=model, node=node, replica=replica, allow_outage=allow_outage))
+
+
+@click.command(name="orphans")
+@json_option
+@pass_session
+def orphans_command(session: Session) -> None:
+    """Engines that run although nothing wants them.
+
+    They are left running until you adopt or stop them.
+    """
+    answer = session.client.get("/v1/orphans")
+    session.show(answer, lambda: orphan_table(answer.get("orphans", [])))
+
+
+def orphan_table(orphans: list[dict[str, object]]) -> str:
+    """One row per orphan, or that there is none."""
+    from llmgw.cli.render import table
+
+    if not orphans:
+        return "no orphans"
+    columns = ("shard", "node", "state", "pid", "port", "generation", "reason")
+    rows = [["" if row.get(column) is None else row[column] for column in columns] for row in orphans]
+    return table([column.upper() for column in columns], rows)
+
+
+@click.command(name="adopt")
+@click.argument("shard")
+@click.option("--node", metavar="NAME", help="Where it runs, if several nodes have one of this name.")
+@json_option
+@pass_session
+def adopt_command(session: Session, shard: str, node: str | None) -> None:
+    """Make the orphan SHARD a replica of its model again."""
+    session.show(session.client.post("/v1/adopt", shard=shard, node=node))
+
+
+@click.command(name="stop")
+@click.argument("shard")
+@click.option("--node", metavar="NAME", help="Where it runs, if several nodes have one of this name.")
+@json_option
+@pass_session
+def stop_command(session: Session, shard: str, node: str | None) -> None:
+    """Stop the orphan SHARD. (A replica is stopped by lowering replicas in the catalog.)"""
+    session.show(session.client.post("/v1/stop", shard=shard, node=node))

@@ -1,0 +1,186 @@
+"""C{llmgw status}: one screen that says what runs, what does not, and why.
+
+What is as wanted takes few words: many ready replicas are counted, each one that is not ready is shown with its reason.
+"""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from llmgw.cli.client import Answer
+from llmgw.cli.render import ago, count, day, ranges, table
+from llmgw.cli.session import Session, json_option, pass_session
+from llmgw.fleet.line import escape
+from llmgw.fleet.units import show_duration
+
+SHOWN_READY = 4
+SOON = 14 * 86400
+DOT = " · "
+
+
+@click.command(name="status")
+@click.option("--check", is_flag=True, help="Say only what is not as wanted, and exit 1 if anything is not.")
+@json_option
+@click.pass_context
+@pass_session
+def status_command(session: Session, context: click.Context, check: bool) -> None:
+    """What runs, what does not, and why."""
+    answer = session.client.get("/v1/status")
+    now = time.time()
+    wrong = complaints(answer, now)
+    if check:
+        session.show(answer, lambda: "\n".join(map(escape, wrong)) or "all is as wanted")
+        context.exit(1 if wrong else 0)
+    session.show(answer, lambda: screen(answer, now))
+
+
+def screen(status: Answer, now: float) -> str:
+    """The whole of it: a header, the models, the nodes, the orphans, then remarks."""
+    parts = [header(status)]
+    if status.get("models"):
+        parts.append(model_table(status["models"], now))
+    if status.get("nodes"):
+        parts.append(node_table(status["nodes"], now))
+    if orphans := status.get("orphans"):
+        parts.append(f"{count(len(orphans), 'orphan')} left running, see: llmgw orphans")
+    if notes := [escape(note) for note in status["server"].get("notes") or ()]:
+        parts.append("\n".join(notes))
+    return "\n\n".join(parts)
+
+
+def header(status: Answer) -> str:
+    """C{cp1 leader epoch 7 · catalog 41 · 3 nodes, 24 devices (17 used)}."""
+    server, nodes = status["server"], status.get("nodes") or []
+    leading = f"{server.get('name')} {server.get('role')}"
+    if server.get("epoch"):
+        leading += f" epoch {server['epoch']}"
+    others = [f"{other.get('name')} {other.get('role')}" for other in server.get("servers") or ()]
+    catalog = [f"catalog {server['catalog']}"] if server.get("catalog") else []
+    fleet = []
+    if server.get("role") != "router":
+        devices = [device for node in nodes for device in node.get("devices") or ()]
+        used = f", {count(len(devices), 'device')} ({sum(map(_used, devices))} used)" if devices else ""
+        fleet = [count(len(nodes), "node") + used]
+    return escape(DOT.join([leading, *others, *catalog, *fleet]))
+
+
+def model_table(models: list[Answer], now: float) -> str:
+    """One row per model."""
+    load = any(model.get("in_flight") is not None for model in models)
+    headers = ["MODEL", "READY", "REPLICAS", *(["IN FLIGHT", "WAITING"] if load else [])]
+    return table(headers, [_model_row(model, now, load) for model in models])
+
+
+def _model_row(model: Answer, now: float, load: bool) -> list[str]:
+    replicas = model.get("replicas") or []
+    ready = [replica for replica in replicas if replica.get("state") == "ready"]
+    rest = [replica for replica in replicas if replica.get("state") != "ready"]
+    shown = [replica_text(replica, now) for replica in ready[:SHOWN_READY]]
+    if len(ready) > SHOWN_READY:
+        nodes = {shard.get("node") for replica in ready for shard in replica.get("shards") or ()}
+        shown = [f"{len(ready)} ready on {count(len(nodes), 'node')}"]
+    shown += [replica_text(replica, now) for replica in rest]
+    if not replicas and model.get("endpoints"):
+        shown = [f"{count(len(model['endpoints']), 'endpoint')} elsewhere"]
+    if reason := model.get("reason"):
+        see = f", see: llmgw explain {model['name']}" if model.get("ready", 0) < model.get("wanted", 0) else ""
+        shown.append(f"{reason}{see}")
+    row = [model["name"], f"{model.get('ready', 0)}/{model.get('wanted', 0)}", DOT.join(shown)]
+    return [*row, *(_dash(model.get(name)) for name in ("in_flight", "waiting"))] if load else row
+
+
+def _dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def replica_text(replica: Answer, now: float) -> str:
+    """C{n1 gpus 0-3 ready 6 d}, or C{n2+n3 loading 62 % (weights, 4 m 10 s)}, or C{pending: why}."""
+    shards = replica.get("shards") or []
+    state = replica.get("state", "unknown")
+    where = "+".join(dict.fromkeys(shard["node"] for shard in shards if shard.get("node")))
+    devices = ranges(index for shard in shards[:1] for index in shard.get("gpus") or ())
+    gpus = f" gpu{'s' * (not devices.isdigit())} {devices}" if devices else ""
+    worst = next((shard for shard in shards if shard.get("state") == state), shards[0] if shards else {})
+    lasting = ago(worst.get("since") or replica.get("since"), now)
+    reason = worst.get("reason") or replica.get("reason") or ""
+    said = " ".join(
+        filter(None, (where + gpus, state, _progress(worst, lasting) if state in ("loading", "starting") else lasting))
+    )
+    return said if state == "ready" or not reason else f"{said}: {reason}"
+
+
+def _progress(shard: Answer, lasting: str) -> str:
+    percent = f"{shard['progress'] * 100:.0f} %" if shard.get("progress") is not None else ""
+    inner = ", ".join(filter(None, (shard.get("phase"), lasting)))
+    return " ".join(filter(None, (percent, f"({inner})" if inner else "")))
+
+
+def node_table(nodes: list[Answer], now: float | None = None) -> str:
+    """One row per node."""
+    now = time.time() if now is None else now
+    if not nodes:
+        return "no node has registered yet"
+    headers = ("NODE", "STATE", "DEVICES", "ENGINES", "NOTES")
+    rows = [(node["name"], _state(node), _devices(node), _engines(node), DOT.join(_notes(node, now))) for node in nodes]
+    return table(headers, rows)
+
+
+def _state(node: Answer) -> str:
+    return ", ".join([node.get("state", "unknown"), *(node.get("flags") or ())])
+
+
+def _used(device: Answer) -> bool:
+    return bool(device.get("shards"))
+
+
+def _devices(node: Answer) -> str:
+    devices = node.get("devices") or []
+    return f"{sum(map(_used, devices))}/{len(devices)} used" if devices else "cpu only"
+
+
+def _engines(node: Answer) -> str:
+    found = node.get("installations") or []
+    return ", ".join(" ".join(filter(None, (each["name"], each.get("version")))) for each in found)
+
+
+def _notes(node: Answer, now: float) -> list[str]:
+    notes = [_away(node, now)] if node.get("state") != "ready" or node.get("reason") else []
+    notes += [f"gpu {device.get('index')}: {device['problem']}" for device in node.get("devices") or () if device.get("problem")]
+    notes += [f"{each['name']}: {each['problem']}" for each in node.get("installations") or () if each.get("problem")]
+    notes += [str(note) for note in node.get("notes") or ()]
+    return [note for note in (*notes, _expiry(node, now)) if note]
+
+
+def _away(node: Answer, now: float) -> str:
+    return "; ".join(filter(None, (ago(node.get("since"), now) if node.get("state") != "ready" else "", node.get("reason"))))
+
+
+def _expiry(node: Answer, now: float) -> str:
+    ends = node.get("certificate_expires")
+    if not ends or ends - now > SOON:
+        return ""
+    if ends <= now:
+        return f"certificate expired {day(ends)}"
+    return f"certificate expires in {show_duration(ends - now)}"
+
+
+def complaints(status: Answer, now: float) -> list[str]:
+    """A line for everything that is not as wanted; a cordon or a drain is wanted."""
+    found = []
+    if status["server"].get("role") == "standby":
+        found.append(f"{status['server'].get('name')} is standby: ask the leader")
+    for model in status.get("models") or ():
+        if model.get("ready", 0) < model.get("wanted", 0):
+            why = model.get("reason") or "; ".join(
+                replica_text(replica, now) for replica in model.get("replicas") or () if replica.get("state") != "ready"
+            )
+            found.append(f"model {model['name']}: {model.get('ready', 0)}/{model['wanted']} ready: {why}".rstrip(": "))
+    for node in status.get("nodes") or ():
+        wrong = [node["state"]] if node.get("state") not in ("ready", "removed") else []
+        wrong += [flag for flag in node.get("flags") or () if flag == "quarantined"]
+        if notes := [*wrong, *_notes(node, now)] if wrong else _notes(node | {"reason": ""}, now):
+            found.append(f"node {node['name']}: {', '.join(notes)}")
+    found += [f"orphan {orphan.get('shard')} on {orphan.get('node')}" for orphan in status.get("orphans") or ()]
+    return found + [str(note) for note in status["server"].get("notes") or ()]

@@ -51,6 +51,7 @@ class Ending:
     @param grace: seconds between SIGTERM and SIGKILL; 0 kills at once.
     @param stuck: called with the pids that SIGKILL did not end within 5 s, each second; with none when they are gone after all.
     @ivar forced: whether SIGKILL was needed.
+    @ivar pids: every process that was met.
     """
 
     def __init__(self, reactor: Any, tree: Tree, grace: float, stuck: Callable[[list[int]], None] = lambda pids: None) -> None:
@@ -61,19 +62,17 @@ class Ending:
         self._began = reactor.seconds()
         self._empty_since: float | None = None
         self.forced = False
+        self.pids: set[int] = set()
 
     def _spent(self) -> float:
         spent: float = self._reactor.seconds() - self._began
         return spent
 
-    def hurry(self) -> None:
-        """Spend no more grace."""
-        self._grace = 0.0
-
     async def run(self) -> None:
         """End it all; returns when nothing is left, however long that takes."""
         terms, pause = [0.0, self._grace / 2], 0.02
         while not self._is_over(members := await scan(self._reactor, self._tree)):
+            self.pids |= {process.pid for process in members}
             if self._spent() >= self._grace:
                 self.forced = self.forced or bool(members)
                 signal_all(members, signal.SIGKILL)

@@ -4,6 +4,7 @@
                                launch.json   for the shim, which removes it when it begins
                                run.json      by the shim: who it and the engine are
                                exit.json     by the shim: how the engine ended
+                               state.json    what it had come to last, for an agent that adopts it
                                outcome.json  the agent's verdict, once there is nothing left of the attempt
                                output.*      what the engine wrote
                                secrets/      files that the engine's argv names
@@ -71,6 +72,14 @@ class Run:
 
 
 @frozen
+class Reached:
+    """The last state that an attempt had come to while it lived, and since when."""
+
+    state: ShardState
+    at: float
+
+
+@frozen
 class Outcome:
     """How an attempt ended, for ever. C{state} is failed or stopped."""
 
@@ -128,6 +137,10 @@ class AttemptFolder:
     def outcome(self) -> Outcome | None:
         """How it ended, None while it has not or nobody has judged yet."""
         return self._value("outcome.json", Outcome)
+
+    def reached(self) -> Reached | None:
+        """What it had come to, None before it was ready."""
+        return self._value("state.json", Reached)
 
     def run(self) -> Run | None:
         """Who runs, as the shim wrote it."""

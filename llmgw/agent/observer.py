@@ -1,0 +1,179 @@
+"""Looks at a running engine again and again: how its start goes, then whether it is healthy and how loaded.
+
+One look never stops the next: whatever it raises is logged, and the loop goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from twisted.internet.task import deferLater
+from twisted.logger import Logger
+
+from llmgw.agent.output import read_output, written
+from llmgw.agent.probe import EngineProbe
+from llmgw.agent.processes import ProcessId, Tree
+from llmgw.agent.progress import Health, StartDeadline
+from llmgw.agent.shardfolder import AttemptFolder, Intent
+from llmgw.fleet.shard import EngineLoad, ShardState
+from llmgw.fleet.units import show_duration
+from llmgw.interfaces import IEngineAdapter, Phase
+
+EVERY = 5.0
+EAGER, EAGER_FOR, LOADING_EVERY = 0.2, 10.0, 1.0
+PER_LOOK = 64 * 1024
+SERVING = (ShardState.READY, ShardState.DRAINING)
+
+
+class Watched(Protocol):
+    """The attempt that is looked at, and what to tell it."""
+
+    folder: AttemptFolder
+    intent: Intent
+    tree: Tree
+    adapter: IEngineAdapter | None
+    state: ShardState
+
+    def phase_seen(self) -> None:
+        """It has begun to load."""
+
+    def serves(self, reason: str) -> None:
+        """It answers for its model."""
+
+    def cannot(self, code: str, reason: str) -> None:
+        """It will never be ready; C{code} is a stable word."""
+
+    def changed(self) -> None:
+        """Its health is another."""
+
+
+class Observer:
+    """The eyes on one engine.
+
+    @ivar phase: what it does, in its own words; C{progress} from 0 to 1.
+    @ivar load: the last load it told.
+    """
+
+    log = Logger()
+
+    def __init__(self, reactor: Any, probe: EngineProbe, watched: Watched) -> None:
+        self._reactor = reactor
+        self._probe = probe
+        self._watched = watched
+        self._began = reactor.seconds()
+        age = _age(watched.tree.engine)
+        self._deadline = StartDeadline(self._began - age, watched.intent.order.profile.start_timeout)
+        self._deadline.moved = self._began
+        self._read = 0
+        self._rest = b""
+        self._obstacle = ""
+        self._memory_at = self._began
+        self.phase = ""
+        self.progress: float | None = None
+        self.load = EngineLoad()
+        self.health = Health()
+        self.conditions: frozenset[str] = frozenset()
+
+    async def run(self) -> None:
+        """Look until the engine is being ended."""
+        while self._watched.state in (ShardState.STARTING, ShardState.LOADING, *SERVING):
+            try:
+                await (self._look_at_service() if self._watched.state in SERVING else self._look_at_start())
+            except Exception:
+                self.log.failure("while looking at {shard}", shard=self._watched.folder.shard)
+            await deferLater(self._reactor, self._pause())
+
+    def _pause(self) -> float:
+        if self._watched.state in SERVING:
+            return EVERY
+        return EAGER if self._reactor.seconds() - self._began < EAGER_FOR else LOADING_EVERY
+
+    # While it starts.
+
+    async def _look_at_start(self) -> None:
+        self._read_output()
+        now = self._reactor.seconds()
+        if self._watched.intent.ready is None:
+            self._judge_follower(now)
+        else:
+            await self._ask()
+        self._deadline.saw(now, self._read, self._memory(now))
+        if self._deadline.over(self._reactor.seconds()):
+            spent = show_duration(self._reactor.seconds() - self._deadline.began)
+            self._watched.cannot("start_timeout", f"not ready after {spent}: {self._obstacle or self.phase or 'it said nothing'}")
+
+    def _judge_follower(self, now: float) -> None:
+        """A rank without HTTP is ready when it says so, or when it lives and says nothing."""
+        if self.phase == "ready" or self.progress == 1.0 or (not self.phase and now - self._deadline.began > EVERY):
+            self._watched.serves("the engine runs; this rank serves no HTTP")
+        self._obstacle = f"it is at: {self.phase}" if self.phase else ""
+
+    async def _ask(self) -> None:
+        verdict = await self._probe.serving(self._watched.intent, self._pids)
+        self._obstacle = verdict.text
+        if verdict.stolen:
+            self._watched.cannot("port_in_use", verdict.text)
+        elif verdict.serves:
+            self.conditions = frozenset({"port_unverified"} if verdict.unverified else ())
+            self.phase, self.progress = "", None
+            spent = show_duration(max(0.0, self._reactor.seconds() - self._deadline.began))
+            self._watched.serves(f"it serves after {spent}")
+        elif verdict.answered:
+            self._watched.phase_seen()
+
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self._watched.tree.members(deep=False)]
+
+    def _memory(self, now: float) -> int | None:
+        """Looked at only when nothing else moves: it reads the whole process table."""
+        if self._deadline.quiet(now) < EVERY or now - self._memory_at < EVERY:
+            return None
+        self._memory_at = now
+        return self._watched.tree.memory()
+
+    def _read_output(self) -> None:
+        """The lines since the last look, at most 64 KiB: a flood is skipped, not followed."""
+        size = written(self._watched.folder.path)
+        if size - self._read > PER_LOOK:
+            self._read, self._rest = size - PER_LOOK, b""
+        chunk = read_output(self._watched.folder.path, self._read, PER_LOOK)
+        self._read = chunk.next
+        *lines, self._rest = (self._rest + chunk.data).split(b"\n")
+        self._rest = self._rest[-PER_LOOK:]
+        for line in lines:
+            if (phase := self._phase(line.decode("utf-8", "replace").rstrip("\r"))) is not None:
+                self.phase, self.progress = phase.name, phase.progress
+                self._watched.phase_seen()
+
+    def _phase(self, line: str) -> Phase | None:
+        return self._watched.adapter.phase(line) if self._watched.adapter else None
+
+    # While it serves.
+
+    async def _look_at_service(self) -> None:
+        intent = self._watched.intent
+        if intent.ready is None:
+            return
+        problem = await self._probe.healthy(intent)
+        await self._ask_load(intent)
+        before = self.health.healthy
+        self.health.saw(problem, self.load.tokens)
+        standing = {text for text in self.conditions if not text.startswith("unhealthy")}
+        self.conditions = frozenset(standing if self.health.healthy else {*standing, f"unhealthy: {self.health.reason}"})
+        if before != self.health.healthy:
+            self._watched.changed()
+
+    async def _ask_load(self, intent: Intent) -> None:
+        if not intent.metrics or self._watched.adapter is None:
+            return
+        answer = await self._probe.get(intent.url + intent.metrics, intent.key)
+        self.load = self._watched.adapter.load(answer.body.decode("utf-8", "replace")) if answer.status == 200 else EngineLoad()
+
+
+def _age(process: ProcessId | None) -> float:
+    """Seconds since it began, by the boot clock, so that a changed wall clock changes nothing."""
+    if process is None:
+        return 0.0
+    with open("/proc/uptime") as file:
+        return max(0.0, float(file.read().split()[0]) - process.start / os.sysconf("SC_CLK_TCK"))

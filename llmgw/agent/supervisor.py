@@ -1,0 +1,426 @@
+"""One attempt of a shard from its start, or its adoption, to the moment when nothing of it is left.
+
+What happens is decided by L{llmgw.agent.life}; this is its hands and eyes: it starts the shim, watches both processes by
+pidfd, reads the output's end a few times a second, asks the engine over HTTP, and ends the whole tree when told.
+
+Surprising: C{leave} is not C{stop}. An agent that ends leaves its engines running, and the next one adopts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from attrs import evolve, field, frozen
+from twisted.internet.defer import CancelledError, Deferred
+from twisted.internet.task import deferLater
+from twisted.logger import Logger
+from twisted.python.failure import Failure
+
+from llmgw.agent.ending import Ending
+from llmgw.agent.launching import OUTPUT_LIMIT, CannotStart, prepare, spawn_shim
+from llmgw.agent.life import begin_life
+from llmgw.agent.observer import Observer
+from llmgw.agent.output import last_lines
+from llmgw.agent.probe import EngineProbe
+from llmgw.agent.processes import ExitWatch, ProcessId, Tree, is_alive
+from llmgw.agent.shardfolder import AttemptFolder, Intent, Outcome, Reached, Run
+from llmgw.agent.shim import keep_bounded
+from llmgw.fleet.shard import Diagnosis, ShardExit, ShardOrder, ShardReport, ShardState
+from llmgw.interfaces import IEngineAdapter, ShardLaunch
+
+SPAWN_DEADLINE = 30.0
+GRACE_OF_REMAINS = 2.0
+TAIL_SENT = 100
+OVER = frozenset({ShardState.FAILED, ShardState.STOPPED})
+
+
+@frozen
+class Transition:
+    """One step of one attempt. C{tail} is the end of the output when it failed."""
+
+    report: ShardReport
+    before: ShardState
+    reason: str
+    diagnosis: Diagnosis | None = None
+    tail: tuple[str, ...] = ()
+
+
+@frozen
+class Surroundings:
+    """What every supervisor of a node has in common.
+
+    @ivar instance: the agent's own id, which its engines carry.
+    @ivar tell: called with every transition, and with a report alone when only health or a condition changed.
+    @ivar serials: the next number of a report, growing over restarts of the agent.
+    @ivar released: waits until these devices' memory is back, and returns what is still held (empty: nothing).
+    """
+
+    reactor: Any
+    instance: str
+    probe: EngineProbe
+    tell: Callable[[Transition | ShardReport], None]
+    serials: Callable[[], int]
+    released: Callable[[tuple[str, ...], frozenset[int]], Deferred[str]]
+    clock: Callable[[], float] = field(default=time.time)
+
+
+class Supervisor:
+    """One attempt. Made for a fresh start (then C{start}), for a running engine (C{adopt}), or for one that is over.
+
+    @ivar state: as the leader sees it.
+    @ivar code: a stable word for why it failed: C{port_in_use}, C{start_timeout}, C{exited}, ...
+    """
+
+    log = Logger()
+
+    def __init__(
+        self,
+        around: Surroundings,
+        folder: AttemptFolder,
+        intent: Intent,
+        adapter: IEngineAdapter | None,
+        marks: Mapping[str, str],
+    ) -> None:
+        self._around = around
+        self._reactor = around.reactor
+        self._life = begin_life(self)
+        self._watches: list[ExitWatch] = []
+        self._jobs: set[Deferred[None]] = set()
+        self._starting: Deferred[None] | None = None
+        self._ending: Ending | None = None
+        self._observer: Observer | None = None
+        self._over: list[Deferred[None]] = []
+        self._drain_later = False
+        self._last: ShardReport | None = None
+        self._settling: Any = None
+        self.folder = folder
+        self.intent = intent
+        self.adapter = adapter
+        self.state = ShardState.STARTING
+        self.since = around.clock()
+        self.reason = "the engine is being started"
+        self.code = ""
+        self.exit: ShardExit | None = None
+        self.diagnosis: Diagnosis | None = None
+        self.conditions: set[str] = set()
+        self.tree = Tree(marks, cgroup=intent.cgroup)
+
+    # What the node asks for.
+
+    def start(self, launch: ShardLaunch, environment: Mapping[str, str], user: Mapping[str, Any] | None) -> None:
+        """Start it; what goes wrong is a transition to C{failed}."""
+        self._starting = self._go(self._start(launch, environment, user))
+
+    def adopt(self, run: Run) -> None:
+        """Go on with an engine that an earlier agent started, in the state that it had come to."""
+        self.reason = "the engine was found running"
+        self._follow(run)
+        if (reached := self.folder.reached()) is not None:
+            self._life.serves("adopted: its engine was found running")
+            self.since = reached.at
+            if reached.state is ShardState.DRAINING:
+                self.drain()
+
+    def restore(self, outcome: Outcome) -> None:
+        """Stand for an attempt that is over."""
+        self.state, self.reason, self.since = outcome.state, outcome.reason, outcome.at
+        self.exit, self.diagnosis = outcome.exit, outcome.diagnosis
+
+    def refuse(self, code: str, reason: str, diagnosis: Diagnosis | None = None) -> None:
+        """It failed before anything was started."""
+        self.code, self.diagnosis = code, diagnosis
+        self._life.died(reason)
+
+    def ended_meanwhile(self, run: Run | None) -> None:
+        """It ended while no agent looked; what may be left of its tree is ended, and it has failed."""
+        if run is not None:
+            self.tree = evolve(self.tree, shim=run.shim, engine=run.engine)
+        self.exit = (self.folder.exit() or (ShardExit(), ""))[0]
+        self.code = "exited"
+        self._judge()
+        said = self.diagnosis.text if self.diagnosis else str(self.exit)
+        self._life.fail(f"it ended while no agent was running: {said}", True)
+
+    def drain(self) -> None:
+        """Report it as draining; the engine goes on with what it has."""
+        self._life.drain("draining: no new requests")
+
+    def stop(self, reason: str = "stopped as ordered") -> None:
+        """End it, all of its tree."""
+        if self.state not in OVER or self.state is ShardState.FAILED:
+            self._life.stop(reason)
+
+    def when_over(self) -> Deferred[None]:
+        """Fires when nothing of it is left."""
+        waiting: Deferred[None] = Deferred()
+        if self.is_over:
+            waiting.callback(None)
+        else:
+            self._over.append(waiting)
+        return waiting
+
+    def leave(self) -> None:
+        """The agent ends, the engine does not."""
+        self._over.clear()
+        self._let_go()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left."""
+        return self.state in OVER
+
+    def order(self, order: ShardOrder) -> None:
+        """What the leader wants of it now, kept on disk for an agent that adopts it."""
+        if order == self.intent.order:
+            return
+        self.intent = evolve(self.intent, order=order)
+        if not self.is_over:
+            self._note("intent.json", self.intent)
+
+    def report(self) -> ShardReport:
+        """As it is now; the serial grows when anything differs from the last report."""
+        intent, order, seen = self.intent, self.intent.order, self._observer
+        engine = self.tree.engine
+        now = ShardReport(
+            shard=order.shard,
+            model=order.model,
+            generation=order.generation,
+            attempt=order.attempt,
+            state=self.state,
+            serial=self._last.serial if self._last else 0,
+            rank=order.allocation.rank,
+            pid=engine.pid if engine and not self.is_over else None,
+            since=self.since,
+            url=intent.url,
+            key=intent.key,
+            devices=order.allocation.devices,
+            ports=order.allocation.ports,
+            installation=intent.installation,
+            version=intent.version,
+            reason=self.reason,
+            exit=self.exit,
+            diagnosis=self.diagnosis,
+            conditions=tuple(sorted(self.conditions | (seen.conditions if seen else frozenset()))),
+            limit=intent.limit,
+            order=order,
+        )
+        if seen:
+            now = evolve(now, phase=seen.phase, progress=seen.progress, load=seen.load, healthy=seen.health.healthy)
+        if now != self._last:
+            now = self._last = evolve(now, serial=self._around.serials())
+        return now
+
+    # What the machine sets going.
+
+    def enter(self, state: ShardState, reason: str) -> None:
+        """Show C{state}, tell the node, and write it down where the next agent must know it."""
+        before, self.state, self.reason, self.since = self.state, state, reason, self._around.clock()
+        if state in (ShardState.READY, ShardState.DRAINING):
+            self._note("state.json", Reached(state, self.since))
+        if self.is_over:
+            self._write_outcome()
+            # Not at once: the job that brought us here cannot be cancelled while it runs.
+            self._settling = self._reactor.callLater(0, self._settle)
+        tail = last_lines(self.folder.path, self.intent.key)[-TAIL_SENT:] if state is ShardState.FAILED else ()
+        self._around.tell(Transition(self.report(), before, reason, self.diagnosis, tail))
+        if state is ShardState.READY and self._drain_later:
+            self.drain()
+
+    def _settle(self) -> None:
+        self._let_go()
+        waiting, self._over = self._over, []
+        for each in waiting:
+            each.callback(None)
+
+    def drain_when_ready(self) -> None:
+        """Remember it."""
+        self._drain_later = True
+
+    def end_all(self, of_dead_engine: bool) -> None:
+        """End the tree."""
+        if self._ending is None:
+            if self._starting is not None:
+                self._starting.cancel()
+            grace = GRACE_OF_REMAINS if of_dead_engine else self.intent.order.grace
+            self._ending = Ending(self._reactor, self.tree, grace, self._stuck)
+            self._go(self._end(self._ending))
+
+    # What the observer sees.
+
+    def phase_seen(self) -> None:
+        """It has begun to load."""
+        self._life.phase_seen()
+
+    def serves(self, reason: str) -> None:
+        """It answers for its model."""
+        self._life.serves(reason)
+
+    def cannot(self, code: str, reason: str) -> None:
+        """It will never be ready."""
+        if self._ending is None and not self.is_over:
+            self.code = code
+            self._life.fail(reason, False)
+
+    def changed(self) -> None:
+        """Something but its state is another."""
+        self._around.tell(self.report())
+
+    # Starting.
+
+    async def _start(self, launch: ShardLaunch, environment: Mapping[str, str], user: Mapping[str, Any] | None) -> None:
+        try:
+            prepare(self.folder, self.intent, launch, environment, user)
+            self.tree = evolve(self.tree, shim=spawn_shim(self._reactor, self.folder, self.tree.marks))
+            self._follow(await self._run_appears())
+        except CannotStart as error:
+            self.code = error.code
+            self._life.fail(str(error), True)
+        except OSError as error:
+            self.code = "disk_full" if error.errno == 28 else "start_failed"
+            self._life.fail(f"cannot start: {error.strerror}: {error.filename or self.folder.path}", True)
+        finally:
+            self._starting = None
+
+    async def _run_appears(self) -> Run:
+        deadline = self._reactor.seconds() + SPAWN_DEADLINE
+        while (run := self.folder.run()) is None:
+            if not (self.tree.shim and is_alive(self.tree.shim)) and self.folder.run() is None:
+                why = self.folder.complaint() or "it left no word"
+                raise CannotStart("start_failed", f"the shim ended before it started anything: {why}")
+            if self._reactor.seconds() > deadline:
+                raise CannotStart("spawn_timeout", f"the shim started nothing within {SPAWN_DEADLINE:g} s")
+            await deferLater(self._reactor, 0.02)
+        return run
+
+    def _follow(self, run: Run) -> None:
+        self.tree = evolve(self.tree, shim=run.shim, engine=run.engine)
+        self._observer = Observer(self._reactor, self._around.probe, self)
+        self._watch(run.engine, lambda: self._go(self._engine_ended()))
+        self._watch(run.shim, self._shim_ended)
+        self._go(self._observer.run())
+
+    def _watch(self, process: ProcessId, ended: Callable[[], object]) -> None:
+        watch = ExitWatch(self._reactor, process, lambda: (ended(), None)[1])
+        self._watches.append(watch)
+        watch.start()
+
+    # Ending.
+
+    async def _engine_ended(self) -> None:
+        self.exit, error = await self._exit_known()
+        if self._ending is not None:
+            return
+        self._judge()
+        self.code = "exited"
+        said = error or (self.diagnosis.text if self.diagnosis else f"the engine ended: {self.exit}")
+        if await self._shim_follows():
+            self._life.died(said)
+        else:
+            self._life.fail(said, True)
+
+    async def _exit_known(self) -> tuple[ShardExit, str]:
+        for _ in range(100):
+            if (found := self.folder.exit()) is not None:
+                return found
+            if not (self.tree.shim and is_alive(self.tree.shim)):
+                break
+            await deferLater(self._reactor, 0.02)
+        return self.folder.exit() or (ShardExit(at=self._around.clock()), "")
+
+    async def _shim_follows(self) -> bool:
+        """Whether a shim that was there to see the end is gone by now: the proof that it has reaped everything."""
+        if "shim_lost" in self.conditions:
+            return False
+        for _ in range(10):
+            if not (self.tree.shim and is_alive(self.tree.shim)):
+                return self.folder.exit() is not None
+            await deferLater(self._reactor, 0.02)
+        return False
+
+    def _judge(self) -> None:
+        """Ask the adapter why; an adapter that raises has no opinion."""
+        if self.adapter is None or self.exit is None:
+            return
+        try:
+            self.diagnosis = self.adapter.diagnose(self.exit, last_lines(self.folder.path, self.intent.key))
+        except Exception:
+            self.log.failure("adapter {adapter} could not diagnose {shard}", adapter=self.intent.adapter, shard=self.folder.shard)
+
+    def _shim_ended(self) -> None:
+        if self.tree.engine and is_alive(self.tree.engine) and not self.is_over:
+            self.conditions.add("shim_lost")
+            self.log.warn("{shard}: its shim is gone, its engine runs on", shard=self.folder.shard)
+            self._go(self._bound_output())
+            self.changed()
+
+    async def _bound_output(self) -> None:
+        """What the shim did."""
+        while True:
+            try:
+                keep_bounded(str(self.folder.path), OUTPUT_LIMIT)
+            except OSError as error:
+                self.log.warn("cannot bound the output of {shard}: {error}", shard=self.folder.shard, error=str(error))
+            await deferLater(self._reactor, 1.0)
+
+    async def _end(self, ending: Ending) -> None:
+        self.folder.abandon()
+        await ending.run()
+        held = await self._around.released(self.intent.order.allocation.devices, frozenset(ending.pids))
+        if held:
+            self.conditions.add(f"leaked_vram: {held}")
+        if self.exit is None and (found := self.folder.exit()):
+            self.exit = found[0]
+        if self.exit is not None:
+            self.exit = evolve(self.exit, forced=ending.forced)
+        self._life.gone()
+
+    def _stuck(self, pids: list[int]) -> None:
+        before = set(self.conditions)
+        self.conditions = {text for text in before if not text.startswith("stuck")}
+        if pids:
+            self.conditions.add(f"stuck: SIGKILL does not end pid {', '.join(map(str, pids[:10]))}")
+        if self.conditions != before:
+            self.changed()
+
+    def _write_outcome(self) -> None:
+        if self.intent.cgroup:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.intent.cgroup)
+        self._note("intent.json", self.intent)
+        self._note("outcome.json", Outcome(self.state, self.reason, self.exit or ShardExit(), self.diagnosis, self.since))
+
+    def _note(self, name: str, value: object) -> None:
+        """On disk if it can be; a full disk must not keep anybody from being told."""
+        try:
+            self.folder.create()
+            self.folder.write(name, value)
+        except OSError as error:
+            self.log.error("cannot write {name} of {shard}: {error}", name=name, shard=self.folder.shard, error=str(error))
+
+    # Jobs: coroutines that end with the attempt.
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> Deferred[None]:
+        job: Deferred[None] = Deferred.fromCoroutine(work)
+        self._jobs.add(job)
+        job.addErrback(self._broke)
+        job.addBoth(lambda _: self._jobs.discard(job))
+        return job
+
+    def _broke(self, failure: Failure) -> None:
+        if failure.check(CancelledError):
+            return
+        self.log.failure("while supervising {shard}", failure, shard=self.folder.shard)
+        self.code = "internal"
+        self._life.fail(f"the agent failed at it: {failure.getErrorMessage()}", False)
+
+    def _let_go(self) -> None:
+        if self._settling is not None and self._settling.active():
+            self._settling.cancel()
+        for watch in self._watches:
+            watch.stop()
+        for job in list(self._jobs):
+            job.cancel()

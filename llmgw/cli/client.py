@@ -60,24 +60,24 @@ class Client:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def get(self, path: str, timeout: float = PATIENCE, **query: Any) -> Answer:
+    def get(self, route: str, /, *, timeout: float = PATIENCE, **query: Any) -> Answer:
         """C{GET}; query values of None are left out.
 
         @raise Unreachable: nobody answers.
         @raise Refused: the server says no.
         """
         text = urlencode({name: value for name, value in query.items() if value is not None})
-        return self._ask("GET", f"{path}?{text}" if text else path, None, timeout)
+        return self._ask("GET", f"{route}?{text}" if text else route, None, timeout)
 
-    def post(self, path: str, timeout: float = PATIENCE, **body: Any) -> Answer:
+    def post(self, route: str, /, *, timeout: float = PATIENCE, **body: Any) -> Answer:
         """C{POST} of a JSON object; members of None are left out. Raises as L{get}."""
-        return self._ask("POST", path, {name: value for name, value in body.items() if value is not None}, timeout)
+        return self._ask("POST", route, {name: value for name, value in body.items() if value is not None}, timeout)
 
-    def _ask(self, method: str, path: str, body: Answer | None, timeout: float) -> Answer:
+    def _ask(self, method: str, route: str, body: Answer | None, timeout: float) -> Answer:
         connection = _UnixConnection(self.path, timeout)
         headers = {"content-type": "application/json"} if body is not None else {}
         try:
-            connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+            connection.request(method, route, json.dumps(body) if body is not None else None, headers)
             reply = connection.getresponse()
             status, text = reply.status, reply.read()
         except (OSError, HTTPException) as error:

@@ -57,11 +57,11 @@ def event_text(event: Answer) -> str:
     return "\n".join([f"{instant(event.get('at'))}  {escape(said)}", *tail])
 
 
-def _patiently(client: Client, path: str, **query: Any) -> Answer:
+def _patiently(client: Client, route: str, **query: Any) -> Answer:
     """A long poll that outlives a restart of the server."""
     while True:
         try:
-            return client.get(path, timeout=WAIT + 10, **query)
+            return client.get(route, timeout=WAIT + 10, **query)
         except Unreachable as error:
             click.echo(f"llmgw: {escape(str(error))}; trying again", err=True)
             time.sleep(2)
@@ -83,7 +83,8 @@ def logs_command(session: Session, shard: str, follow: bool, attempt: int | None
         if session.as_json:
             click.echo(json.dumps(piece, ensure_ascii=False))
         else:
-            click.echo(fit(piece["text"]) if sys.stdout.isatty() else piece["text"], nl=False)
+            # Not click.echo, which takes colours out of what goes into a file.
+            sys.stdout.write(fit(piece["text"]) if sys.stdout.isatty() else piece["text"])
         sys.stdout.flush()
 
 
@@ -127,5 +128,5 @@ def _newer(client: Client, shard: str, attempt: int) -> int:
 
 def fit(text: str) -> str:
     """An engine's output for a terminal: colours dropped, of a progress bar's states the last one, the rest escaped."""
-    rows = (_COLOUR.sub("", row).rstrip("\r").rpartition("\r")[2] for row in text.expandtabs().split("\n"))
+    rows = (row.rstrip("\r").rpartition("\r")[2] for row in _COLOUR.sub("", text).expandtabs().split("\n"))
     return "\n".join(map(escape, rows))

@@ -6,6 +6,7 @@ when they are called, so that C{llmgw status} starts in a fifth of a second.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -115,5 +116,8 @@ def _tell(error: LlmgwError, session: Session) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. Text that the terminal's encoding lacks is shown escaped instead of ending in a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))

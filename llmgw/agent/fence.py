@@ -2,11 +2,13 @@
 
 A lease does not keep an old leader from speaking; only the node that refuses to listen does. So the highest epoch ever seen,
 and who held it, survive restarts and power cuts. The file is written beside and renamed; one that cannot be read stops the
-agent, since forgetting the epoch would let an old leader command.
+agent, since forgetting the epoch would let an old leader command. It is always one sector long, so that on a full disk it can
+be written in place: an agent whose disk is full must still be able to follow a new leader and say so.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -60,24 +62,38 @@ class Fence:
         return problem
 
     def _store(self, epoch: int, leader: str) -> None:
-        temporary = self._path.with_name(self._path.name + ".new")
+        text = json.dumps({"epoch": epoch, "leader": leader}).encode().ljust(_SECTOR) + b"\n"
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"epoch": epoch, "leader": leader}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+                self._replace(text)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._path.stat().st_size != len(text):
+                    raise
+                _write(self._path, text, os.O_WRONLY)
         except OSError as error:
-            raise FenceError(
-                f"cannot write {self._path}: {error.strerror}: no new leader can be obeyed until it can be"
-            ) from None
+            raise FenceError(f"cannot write {self._path}: {error.strerror}; until it can be, no new leader is obeyed") from None
         self.epoch, self.leader = epoch, leader
 
+    def _replace(self, text: bytes) -> None:
+        temporary = self._path.with_name(self._path.name + ".new")
+        try:
+            _write(temporary, text, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.rename(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
+
+def _write(path: Path, text: bytes, flags: int) -> None:
+    with open(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+_SECTOR = 511
 _ADVICE = "it says which leader may command; if it is lost, remove it while only one llmgw-server runs, then start again"

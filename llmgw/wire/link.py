@@ -31,6 +31,7 @@ from llmgw.wire.messages import ALPN, AgentMessage, ServerMessage
 
 ABORT_AFTER = 1.0
 MAX_WAITING = 4 * 2**20
+CLOSED = "it closed the connection"
 
 Message = AgentMessage | ServerMessage | Unknown
 
@@ -224,7 +225,7 @@ class Wire(Protocol):
         if isinstance(error, SSL.Error):
             return explain_tls(error, self._own(), self._wall())
         if isinstance(error, ConnectionDone):
-            return "it closed the connection"
+            return CLOSED
         if isinstance(error, ConnectionAborted):
             return "we gave it up"
         return f"the connection broke: {error}"

@@ -58,6 +58,9 @@ class Work(Protocol):
     def expired(self, now: float) -> None:
         """The connection's deadline has passed without anything having moved."""
 
+    def cut(self) -> None:
+        """The worker is about to exit: end the answer, saying so if there is a way to."""
+
     def pause(self) -> None:
         """The client does not keep up: produce no more."""
 
@@ -351,6 +354,13 @@ class ServerConnection(asyncio.Protocol):
         self._leaving = True
         if self.work is None and not self._request and not self._ready and not self._building:
             self._wait(idle)
+
+    def cut(self) -> None:
+        """The worker has no more time: end the answer under way as if its engine had died, or the connection."""
+        if self.work is not None:
+            self.work.cut()
+        else:
+            self.transport.close()
 
     def _end(self) -> None:
         self._closing = True

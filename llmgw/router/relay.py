@@ -362,6 +362,17 @@ class Exchange:
             self._failure("timeout", "fell silent in mid-answer")
             self._break_off("timeout", Refusal(504, "idle_timeout", text))
 
+    def cut(self) -> None:
+        """The worker exits."""
+        refusal = Refusal(503, "router_leaving", "This router is being stopped. Send the request again.", retry_after=1)
+        if self._over:
+            return
+        if self.sent:
+            self._break_off("cut", refusal)
+        else:
+            self._finish("cut", 503)
+            self.client.refuse(self.request, refusal)
+
     def pause(self) -> None:
         """The client does not keep up."""
         self._paused = True

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,7 @@ from llmgw.logs import text as text_observer
 from llmgw.router.access import AccessLog
 from llmgw.router.channel import BEAT, MAX_LINE, Message, decode, encode
 from llmgw.router.door import Door
+from llmgw.router.handover import Offer
 from llmgw.router.http import ServerConnection
 from llmgw.router.routes import Routes
 from llmgw.router.scoreboard import Scoreboard, shared_file
@@ -38,6 +41,8 @@ from llmgw.router.table import BadTable, Table, read_table
 SWEEP = 0.25
 GRACE = 10.0
 IDLE_WHEN_LEAVING = 6.0
+LAST_WORDS = 2.0
+QUEUE = 4096
 TABLE = "table.json"
 GENERATION = "generation"
 _monotonic = time.monotonic
@@ -93,6 +98,9 @@ class Worker:
         self._generation: int = options.generation
         self._sockets = [socket.socket(fileno=number) for number in options.listen]
         self._servers: list[asyncio.AbstractServer] = []
+        self._offer: Offer | None = None
+        self._tls = server_context(options.certificate, options.key) if options.certificate else None
+        self._files = (options.certificate, options.key)
         self.board = Scoreboard.attach(shared_file(self._folder, "scoreboard"), options.column)
         self.access = AccessLog(None, ThreadPoolExecutor(1, "access"))
         self.door = Door(self.board, Routes(Table(), self.board, loop), self.access)
@@ -109,16 +117,20 @@ class Worker:
     async def start(self, channel: int | None) -> None:
         """Read the table, begin to accept, tell the server."""
         self._read_table()
+        self._offer = Offer(self.loop, self._folder / f"{self._generation}.{self.board.column}.sock", self._sockets)
         for listening in self._sockets:
-            self._servers.append(await self.loop.create_server(lambda: ServerConnection(self.door), sock=listening))
+            self._servers.append(await self.loop.create_server(self._protocol, sock=listening, ssl=self._tls))
         if channel is not None:
             await self.loop.create_connection(lambda: self.channel, sock=socket.socket(fileno=channel))
         else:
             self._alone = True
-        self.channel.send("ready", pid=0, column=self.board.column)
+        self.channel.send("ready", pid=os.getpid(), column=self.board.column)
         self.channel.send("routing", version=self.door.routes.table.version)
         self._due = _monotonic()
         self._sweep()
+
+    def _protocol(self) -> ServerConnection:
+        return ServerConnection(self.door)
 
     # The table.
 
@@ -144,6 +156,17 @@ class Worker:
                 self.channel.send("routing", version=self.door.routes.table.version)
             case "stop":
                 self.stop(at_once=bool(message.get("at_once")))
+            case "certificates":
+                self._read_certificate()
+
+    def _read_certificate(self) -> None:
+        if self._tls is None:
+            return
+        try:
+            server_context(*self._files)  # a bad pair must not be loaded halfway into the one in use
+            self._tls.load_cert_chain(*self._files)
+        except (OSError, ssl.SSLError) as error:
+            self.log.error("{file} cannot be used, the certificate before stays: {error}", file=self._files[0], error=error)
 
     def alone(self) -> None:
         """The channel has closed: go on."""
@@ -168,7 +191,8 @@ class Worker:
 
     def _beat(self, lag: float) -> None:
         self.access.flush()
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        with open("/proc/self/statm", "rb") as file:
+            rss = int(file.read().split()[1]) * resource.getpagesize()
         self.channel.send(
             "beat", in_flight=self.door.budget.live, waiting=0, connections=len(self.door.connections), lag=round(lag, 4), rss=rss
         )
@@ -186,7 +210,9 @@ class Worker:
     def _consider_leaving(self) -> None:
         now = _monotonic()
         if self.door.leaving:
-            if not self.door.connections or now >= self._end_at:
+            if now >= self._end_at:
+                self.cut()
+            if not self.door.connections or now >= self._end_at + LAST_WORDS:
                 self.loop.stop()
             return
         waiting = self._alone or self._leave_at is not None
@@ -194,12 +220,45 @@ class Worker:
             self._leave()
 
     def _leave(self) -> None:
+        self.log.info("Generation {number} takes no new connections, {open} are open.", number=self._generation,
+                      open=len(self.door.connections))  # fmt: skip
         self.door.leaving = True
         self._end_at = _monotonic() + self.door.timeouts.drain
         for server in self._servers:
             server.close()
+        if self._offer is not None:
+            for listening in self._offer.close():
+                self.loop.create_task(self._empty(listening))
         for connection in list(self.door.connections):
             connection.leave(IDLE_WHEN_LEAVING)
+
+    async def _empty(self, listening: socket.socket) -> None:
+        """Take what waits in a queue that nobody else may be going to look into, then let go of it."""
+        listening.setblocking(False)
+        with listening:
+            for _ in range(QUEUE):
+                try:
+                    taken, _ = listening.accept()
+                except OSError:
+                    return
+                _, connection = await self.loop.connect_accepted_socket(self._protocol, taken, ssl=self._tls)
+                connection.leave(IDLE_WHEN_LEAVING)
+
+    def cut(self) -> None:
+        """End what still runs, each stream with an error event."""
+        for connection in list(self.door.connections):
+            connection.cut()
+
+
+def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """HTTPS as this router speaks it.
+
+    @raise OSError: a file cannot be read, or the two do not belong together.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 def options(arguments: list[str]) -> argparse.Namespace:
@@ -209,6 +268,8 @@ def options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--generation", type=int, required=True)
     parser.add_argument("--column", type=int, required=True)
     parser.add_argument("--channel", type=int)
+    parser.add_argument("--certificate", type=Path)
+    parser.add_argument("--key", type=Path)
     parser.add_argument("--listen", type=int, action="append", required=True)
     return parser.parse_args(arguments)
 

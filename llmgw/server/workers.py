@@ -1,0 +1,310 @@
+"""The router's workers, as their server sees them: sockets, processes, the routing table and who routes by which version.
+
+The server binds the listening sockets (one for each worker, with SO_REUSEPORT) and keeps every descriptor. Workers outlive it:
+L{RouterWorkers.stop} asks them to finish and waits for nothing, a C{kill -9} asks nothing; the next server gets the sockets of
+those that still run (router/handover.py), starts its own workers on them, and when all of these route, the generation file tells
+the old ones to finish. So there is no moment at which nobody accepts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import define
+from msgspec.structs import replace
+from twisted.internet.defer import CancelledError, Deferred, succeed
+from twisted.internet.task import LoopingCall
+from twisted.internet.threads import deferToThreadPool
+from twisted.logger import Logger
+
+from llmgw.config.server import RouterSettings
+from llmgw.errors import LlmgwError
+from llmgw.router.channel import Message
+from llmgw.router.handover import collect, offers
+from llmgw.router.scoreboard import Scoreboard, shared_file
+from llmgw.router.table import Table, read_table, write_table
+from llmgw.router.worker import GENERATION, TABLE, read_generation
+from llmgw.server.workerprocess import Place
+
+BACKLOG = 4096
+
+
+class CannotListen(LlmgwError):
+    """The router's address cannot be used; the text says why and what to do."""
+
+
+class NotRouting(LlmgwError):
+    """Not all workers route by a table version in time."""
+
+    def __init__(self, version: int, versions: dict[int, int], timeout: float) -> None:
+        super().__init__(
+            f"not all router workers route by table {version} after {timeout:g} s: "
+            + ", ".join(f"worker {number} by {'none' if has < 0 else has}" for number, has in versions.items())
+        )
+        self.version = version
+        self.versions = versions
+
+
+@define
+class _Waiting:
+    version: int
+    done: Deferred[None]
+
+
+class RouterWorkers:
+    """All workers of this server.
+
+    @ivar table: the table last published, or found on disk; None before L{listen} and where there has never been one.
+    @ivar on_demand: called with the name of a model that is asked for and has no endpoint.
+    @ivar on_failure: called with C{(endpoint id, sentence)} when an endpoint fails a request.
+    @ivar on_usage: called with the rows of a worker's usage message.
+    """
+
+    log = Logger()
+
+    def __init__(self, reactor: Any, settings: RouterSettings, state: Path) -> None:
+        self._reactor = reactor
+        self._settings = settings
+        self.folder = state / "router"
+        self.table: Table | None = None
+        self.places: list[Place] = []
+        self.generation = 0
+        self.on_demand: Callable[[str], None] = lambda model: None
+        self.on_failure: Callable[[str, str], None] = lambda endpoint, text: None
+        self.on_usage: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+        self._sockets: list[socket.socket] = []
+        self._waiting: list[_Waiting] = []
+        self._writing: Deferred[None] | None = None
+        self._written = 0
+        self._announced = False
+        self._checks = LoopingCall(self._check)
+        self._checks.clock = reactor
+
+    # Starting.
+
+    def listen(self) -> None:
+        """Take over the sockets of workers that still run, bind what is missing, and read the table on disk.
+
+        @raise CannotListen: the address is in use by another program, or not ours.
+        @raise BadTable: the table on disk is damaged.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.table = read_table(self.folder / TABLE)
+        old = offers(self.folder)
+        self.generation = max(read_generation(self.folder), *(number for number, _ in old), 0) + 1
+        self._board = Scoreboard.create(shared_file(self.folder, "scoreboard"))
+        self._sockets = collect(self.folder, (self._settings.listen.host, self._settings.listen.port))
+        taken = len(self._sockets)
+        while len(self._sockets) < self._settings.workers:
+            self._sockets.append(self._bind(shared=bool(old) or bool(self._sockets)))
+        self.log.info(
+            "Router listens on {address} with {count} sockets, {taken} of them taken over from generation {before}.",
+            address=str(self.address), count=len(self._sockets), taken=taken, before=old[0][0] if old else 0,
+        )  # fmt: skip
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens: the settings' address, with the port that the kernel gave where it says 0."""
+        host, port = self._sockets[0].getsockname()[:2]
+        return host, port
+
+    def _bind(self, shared: bool) -> socket.socket:
+        """One more listening socket.
+
+        @param shared: whether others may be there already: workers of ours. Otherwise nobody may, or two servers by mistake
+            on one port would each get a part of the requests.
+        """
+        wanted = self._settings.listen
+        port = self.address[1] if self._sockets else wanted.port
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(wanted.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+                0
+            ]
+            if not shared:
+                with socket.socket(family, kind) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+            listening = socket.socket(family, kind)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except OSError as error:
+            advice = "Stop the program that has it, or set another." if error.errno == errno.EADDRINUSE else "Set another."
+            raise CannotListen(f"router.listen {wanted}: {error.strerror or error}. {advice}") from error
+        listening.setblocking(False)
+        return listening
+
+    def start(self) -> None:
+        """Start the workers; they route by the table on disk until the first L{publish}."""
+        if self.table is not None and self._settled(self.table) != self.table:
+            # The settings have changed since: keys may be required now. No worker may begin with the old ones.
+            self.table = replace(self._settled(self.table), version=self.table.version + 1)
+            write_table(self.folder / TABLE, self.table)
+        self._written = self.table.version if self.table is not None else 0
+        count = self._settings.workers
+        for number in range(count):
+            place = Place(
+                self._reactor, number, self.generation, self.folder, self._board, self._settings.tls, self._told, self._changed,
+                self._sockets[number::count],
+            )  # fmt: skip
+            self.places.append(place)
+            place.spawn()
+        self._checks.start(1.0, now=False).addErrback(lambda failure: self.log.failure("The check of workers stopped", failure))
+
+    def _settled(self, table: Table) -> Table:
+        settings = self._settings
+        return replace(
+            table,
+            keys_required=settings.keys == "required",
+            timeouts=settings.timeouts,
+            body_limit=settings.body_limit,
+            trusted_proxies=settings.trusted_proxies,
+            access_log=str(settings.access_log) if settings.access_log else "",
+        )
+
+    # The table.
+
+    def publish(self, table: Table) -> int:
+        """Put this table in force and return the version that it gets, or that is in force if it says nothing new.
+
+        C{table.version}, the endpoints' rows and what follows from the router's settings are filled in here. The file is
+        written by a thread; of several tables published meanwhile the last is written.
+        """
+        before = self.table.version if self.table is not None else 0
+        names = [f"endpoint/{one.id}" for one in table.endpoints] + [f"model/{model.name}" for model in table.models]
+        names += [f"key/{key.id}" for key in table.keys] + [f"team/{key.team}" for key in table.keys if key.team]
+        rows = self._board.assign(names, before + 1)
+        endpoints = tuple(replace(one, row=rows[f"endpoint/{one.id}"]) for one in table.endpoints)
+        fresh = replace(self._settled(table), version=before, endpoints=endpoints)
+        if fresh == self.table:
+            return before
+        self.table = replace(fresh, version=before + 1)
+        if self._writing is None:
+            self._write()
+        return before + 1
+
+    def _write(self) -> None:
+        table = self.table
+        assert table is not None
+
+        def written(result: object) -> None:
+            self._writing = None
+            self._written = table.version
+            for place in self.places:
+                place.send("table", version=table.version)
+            if self.table is not None and self.table.version > self._written:
+                self._write()
+
+        def failed(failure: Any) -> None:
+            self._writing = None
+            failure.trap(OSError)
+            self.log.error(
+                "Routing table {version} cannot be written to {folder}: {error}. The one before stays in force; next try in 1 s.",
+                version=table.version, folder=str(self.folder), error=str(failure.value),
+            )  # fmt: skip
+
+        pool = self._reactor.getThreadPool()
+        self._writing = deferToThreadPool(self._reactor, pool, write_table, self.folder / TABLE, table)
+        self._writing.addCallbacks(written, failed)
+        self._writing.addErrback(lambda failure: self.log.failure("Writing the routing table failed", failure))
+
+    def certificates(self) -> None:
+        """Have the workers read the HTTPS certificate again; new connections get it."""
+        for place in self.places:
+            place.send("certificates")
+
+    def versions(self) -> dict[int, int]:
+        """By worker, the table version that it routes by; -1 for one that is just being started."""
+        return {place.number: place.version for place in self.places}
+
+    def when_routing(self, version: int, timeout: float) -> Deferred[None]:
+        """Fires when all workers route by this version or a later one.
+
+        @raise NotRouting: not within C{timeout} seconds.
+        """
+        if self._all_route(version):
+            return succeed(None)
+        waiting = _Waiting(version, Deferred())
+        self._waiting.append(waiting)
+
+        def over(result: Any) -> Any:
+            self._waiting.remove(waiting)
+            if hasattr(result, "check") and result.check(CancelledError):
+                raise NotRouting(version, self.versions(), timeout)
+            return result
+
+        waiting.done.addTimeout(timeout, self._reactor, onTimeoutCancel=lambda value, _: value)
+        return waiting.done.addBoth(over)
+
+    def _all_route(self, version: int) -> bool:
+        return bool(self.places) and all(place.version >= version for place in self.places)
+
+    # What workers say.
+
+    def _changed(self) -> None:
+        if not self._announced and all(place.ready and place.version >= 0 for place in self.places):
+            self._announced = True
+            fresh = self.folder / (GENERATION + ".new")
+            fresh.write_text(f"{self.generation}\n")
+            os.replace(fresh, self.folder / GENERATION)
+        for waiting in [waiting for waiting in self._waiting if self._all_route(waiting.version)]:
+            if not waiting.done.called:
+                waiting.done.callback(None)
+
+    def _told(self, place: Place, message: Message) -> None:
+        try:
+            match message["type"]:
+                case "demand":
+                    self.on_demand(message["model"])
+                case "failure":
+                    self.on_failure(message["endpoint"], message["text"])
+                case "usage":
+                    self.on_usage(message["rows"])
+                case "refused":
+                    self.log.error("Router worker {number}: {text}", number=place.number, text=message.get("text"))
+        except Exception:
+            self.log.failure(
+                "A message of router worker {number} could not be used: {type}", number=place.number, type=message["type"]
+            )
+
+    def _check(self) -> None:
+        for place in self.places:
+            place.check()
+            if place.ready and place.version < self._written:
+                place.send("table", version=self._written)
+        self._board.sweep()
+        if self.table is not None and self.table.version > self._written and self._writing is None:
+            self._write()
+
+    # Figures.
+
+    def in_flight(self, endpoint: str) -> int:
+        """How many requests are under way at this endpoint, through all workers, old ones included."""
+        row = self._board.row(f"endpoint/{endpoint}")
+        return self._board.total(row) if row is not None else 0
+
+    def metrics(self) -> Deferred[str]:
+        """The Prometheus text of all workers, summed."""
+        return succeed("")
+
+    # Stopping.
+
+    def stop(self, at_once: bool) -> Deferred[None]:
+        """Let go of the workers. They finish on their own (see router/worker.py), also after this process has gone.
+
+        @param at_once: they stop accepting now instead of waiting for the next server's workers for some seconds.
+        """
+        if self._checks.running:
+            self._checks.stop()
+        for place in self.places:
+            place.leave(at_once)
+        for waiting in list(self._waiting):
+            waiting.done.cancel()
+        done = self._writing if self._writing is not None else succeed(None)
+        return done.addCallback(lambda _: None)

@@ -7,13 +7,15 @@ clock. So their authors test them by calling them, and C{llmgw.testing.conforman
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from attrs import field, frozen
 from twisted.internet.defer import Deferred
 from zope.interface import Attribute, Interface
 
 from llmgw.errors import Problem
+from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
@@ -153,14 +155,23 @@ class IStore(Interface):
     C{NotLeader}, having changed nothing, when the lease row says otherwise. Every error is a C{StoreError} with a sentence.
     """
 
-    def open() -> Deferred[object]:
+    def open() -> Deferred[Any]:
         """Lock, check and migrate; returns a C{store.records.Opened} (fleet id, fresh or not, what was found)."""
 
-    def load() -> Deferred[object]:
+    def load() -> Deferred[Any]:
         """All that a new leader needs at once: a C{store.records.Snapshot}."""
 
-    def commit(epoch: int, changes: Iterable[object]) -> Deferred[int]:
+    def commit(epoch: int, changes: Iterable[Any]) -> Deferred[int]:
         """Write these records in one transaction, in order; returns the new state revision."""
+
+    def events(after: int, limit: int) -> Deferred[list[FleetEvent]]:
+        """Events with numbers above C{after}, the oldest first."""
+
+    def add_usage(batch: str, usage: Sequence[Any]) -> Deferred[bool]:
+        """Add up a batch of C{store.records.UsageRow}, once for each batch id; any server may, leading or not."""
+
+    def usage(since: float, until: float, by: Sequence[str]) -> Deferred[list[Any]]:
+        """Usage of that span, summed; C{by} names what is kept apart: hour, key, model."""
 
     def close() -> Deferred[None]:
         """Finish what runs, bounded in time, and let go of the lock."""
@@ -174,6 +185,9 @@ class ILeadership(Interface):
 
     def may_act() -> bool:
         """Whether this process may send a command right now."""
+
+    def watch(changed: Callable[[], None]) -> None:
+        """Have C{changed} called each time leadership was won, lost, raised or seen to move; then ask C{may_act}, C{epoch}."""
 
     def start() -> Deferred[None]:
         """Begin to contend; fires when that has begun, not when it has been won."""

@@ -60,7 +60,7 @@ def from_plain(plain: Any, kind: type[T]) -> T:
 
 def to_text(value: object) -> str:
     """Canonical JSON: equal values give equal texts."""
-    return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def from_text(text: str, kind: type[T]) -> T:

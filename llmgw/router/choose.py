@@ -143,6 +143,18 @@ class Group:
             return index, "probe"
         return index, "only" if usable == 1 else reason
 
+    def state(self, now: float) -> str:
+        """Whether there is C{room} at some endpoint; if not, why: C{full}, C{open} or C{none}, as of L{choose}."""
+        why = "none"
+        for candidate, load in zip(self.candidates, self._board.loads(self.rows), strict=True):
+            if candidate.breaker.blocked_until > now:
+                why = "open" if why == "none" else why
+            elif 0 < candidate.limit <= load:
+                why = "full"
+            else:
+                return "room"
+        return why
+
     # Policies: (loads, held, blocks, session) -> (index, reason). A load of NEVER is not to be chosen.
 
     def _least(self, loads: list[int]) -> int:

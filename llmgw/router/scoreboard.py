@@ -20,7 +20,8 @@ What the cells of a row mean depends on what it is for:
               ELSEWHERE   load that did not come through these workers (only the server writes it)
     model     IN_FLIGHT   requests of this model
               WAITING     requests in this worker's queue; HEAD: its first waiter's place in line
-    key       IN_FLIGHT   requests of this key (or team); the other cells belong to router/limits.py
+              DONE        how many requests have ended since the worker began
+    key       IN_FLIGHT   requests of this key (or team); the other cells are those of router/windows.py
     ========  ==========  ==========================================================================
 
 Column 0 is the server's. The file outlives the server, as workers do: a new server attaches to the same file, finds the
@@ -42,6 +43,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmgw.errors import LlmgwError
+from llmgw.router import windows
 
 MAGIC = 0x6C6C6D6777_01
 WIDTH = 8
@@ -53,7 +55,7 @@ MARK, REVISION = 3, 4
 
 IN_FLIGHT = 0
 ELSEWHERE = 1
-WAITING, HEAD = 1, 2
+WAITING, HEAD, DONE = 1, 2, 3
 
 
 class ScoreboardFull(LlmgwError):
@@ -149,7 +151,7 @@ class Scoreboard:
 
     @classmethod
     def create(cls, path: Path, rows: int = 8192, columns: int = 32) -> Scoreboard:
-        """The server's view: of the file that is there, else of a new one. Dead owners' columns are zeroed."""
+        """The server's view: of the file that is there, else of a new one."""
         try:
             board = cls(path, 0, rows, columns)
         except ScoreboardAbsent:
@@ -158,7 +160,6 @@ class Scoreboard:
             new_file(path, size * 8, first)
             board = cls(path, 0, rows, columns)
         board.set_owner(0, os.getpid())
-        board.sweep()
         return board
 
     @classmethod
@@ -188,13 +189,20 @@ class Scoreboard:
         own[row] += 1
         if not limit:
             return True
-        # A locked instruction: without it, the processor may read the others' cells before ours is visible to them.
-        with self._fence:
-            pass
+        self.fence()
         if self.total(row) <= limit:
             return True
         own[row] -= 1
         return False
+
+    def fence(self) -> None:
+        """To be called between writing an own cell and reading the others'.
+
+        The lock is nobody else's; taking it is a locked instruction, without which the processor may read the others' cells
+        before ours is visible to them.
+        """
+        with self._fence:
+            pass
 
     def leave(self, row: int) -> None:
         """Give the place back; once per successful L{enter}."""
@@ -221,6 +229,12 @@ class Scoreboard:
             return [own[row] + other[row] + server[row + 1] for row in rows]
         columns = [own, *self.others[:-1]]
         return [sum([column[row] for column in columns]) + server[row + 1] for row in rows]
+
+    def every_column(self) -> list[memoryview[int]]:
+        """All columns in use, the own one first."""
+        if self._cells[MARK] != self._mark:
+            self._look()
+        return [self.own, *self.others]
 
     def _look(self) -> None:
         """Follow the number of columns in use. It only grows under a worker, and before the new column's worker counts."""
@@ -273,8 +287,9 @@ class Scoreboard:
         for number in known.values():
             at = self._directory + number * 2
             self._cells[at + 1] = self._cells[at + 1] or version
-        self._rows.update(assigned)
-        return assigned
+        self._rows = assigned
+        self.sweep()
+        return dict(assigned)
 
     def _fresh(self, free: list[int]) -> int:
         if not free:
@@ -322,8 +337,11 @@ class Scoreboard:
         raise ScoreboardFull(f"{self.path}: all {self.columns} columns are in use; older workers have yet to finish")
 
     def clear(self, column: int) -> None:
-        """Zero the column of a worker that has died, and free it."""
+        """Zero the column of a worker that has died, and free it. What its keys have used goes over to the server's column."""
         with self.view(column) as cells:
+            for name, row in self._rows.items():
+                if name.startswith(("key/", "team/")) and cells[row + windows.STAMP]:
+                    windows.inherit(self.own, cells, row)
             for number, mark in enumerate(self._marks()):
                 if mark:
                     cells[number * WIDTH : (number + 1) * WIDTH] = ZEROS

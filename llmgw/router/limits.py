@@ -1,0 +1,164 @@
+"""What a key may use: requests and tokens per minute, tokens per day, requests at once; over all workers of this server.
+
+Requests are counted when they are let in; one that is refused uses nothing. Tokens are not known before the end, so an
+estimate is reserved and the truth settled afterwards: fifty requests at once against a budget for ten let ten in. A stream
+that has begun is never cut by a limit. Keys of a team count in the team's row, each held to its own numbers.
+
+Several servers divide the limits among them. A request larger than the whole limit is let in when nothing else has been
+used, since otherwise it never would be.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from llmgw.router import windows
+from llmgw.router.scoreboard import Scoreboard
+from llmgw.router.table import KeyEntry
+
+ANSWER_TOKENS = 512
+BYTES_PER_TOKEN = 4
+
+
+class Limited(NamedTuple):
+    """A refusal. C{kind} is C{rpm}, C{tpm}, C{tpd} or C{concurrency}; C{retry_after} is in seconds."""
+
+    kind: str
+    limit: int
+    retry_after: int
+    text: str
+
+
+class Grant:
+    """A request that was let in; it must be settled when it ends, however it ends. Settling twice does nothing."""
+
+    __slots__ = ("_allowance", "minute", "reserved")
+
+    def __init__(self, allowance: Allowance | None, minute: int, reserved: int) -> None:
+        self._allowance, self.minute, self.reserved = allowance, minute, reserved
+
+    def settle(self, now: float, tokens: int | None) -> None:
+        """The request has ended.
+
+        @param now: wall clock.
+        @param tokens: what it used, prompt and answer; None leaves the estimate standing.
+        """
+        allowance, self._allowance = self._allowance, None
+        if allowance is not None:
+            allowance.settle(self, now, tokens)
+
+
+UNLIMITED = Grant(None, 0, 0)
+
+
+def estimate(prompt_bytes: int, max_tokens: int | None) -> int:
+    """The tokens to reserve for a request: its prompt by size, its answer by what the caller allows."""
+    return prompt_bytes // BYTES_PER_TOKEN + (ANSWER_TOKENS if max_tokens is None else max(0, max_tokens))
+
+
+def _divided(limit: int | None, servers: int) -> int:
+    return 0 if limit is None else max(1, ceil(limit / servers))
+
+
+class Allowance:
+    """One key's limits, bound to its row. Made when a table is read; costs nothing for a key without limits."""
+
+    __slots__ = ("_board", "_limited", "_name", "_row", "concurrency", "rpm", "tpd", "tpm")
+
+    def __init__(self, key: KeyEntry, board: Scoreboard, servers: int = 1) -> None:
+        """
+        @param servers: how many servers are alive and share the limits.
+        """
+        self._board = board
+        row = board.row(row_name(key))
+        self._name = f"team {key.team}" if key.team else f"key {key.name or key.id}"
+        self.rpm, self.tpm = _divided(key.rpm, servers), _divided(key.tpm, servers)
+        self.tpd, self.concurrency = _divided(key.tpd, servers), _divided(key.concurrency, servers)
+        self._limited = row is not None and bool(self.rpm or self.tpm or self.tpd or self.concurrency)
+        self._row = row or 0
+
+    def admit(self, now: float, tokens: int) -> Grant | Limited:
+        """Let a request in, or say which limit it would break and when to come again.
+
+        @param now: wall clock.
+        @param tokens: L{estimate} of it.
+        """
+        if not self._limited:
+            return UNLIMITED
+        row, board, minute = self._row, self._board, int(now // 60)
+        if not board.enter(row, self.concurrency):
+            text = f"{self._name} has {self.concurrency} requests running, which is its limit"
+            return Limited("concurrency", self.concurrency, 1, text)
+        own = board.own
+        windows.roll(own, row, minute)
+        own[row + windows.REQUESTS] += 1
+        own[row + windows.TOKENS] += tokens
+        own[row + windows.TOKENS_TODAY] += tokens
+        refused = self._judge(now, minute, tokens)
+        if refused is None:
+            return Grant(self, minute, tokens)
+        own[row + windows.REQUESTS] -= 1
+        own[row + windows.TOKENS] -= tokens
+        own[row + windows.TOKENS_TODAY] -= tokens
+        board.leave(row)
+        return refused
+
+    def _judge(self, now: float, minute: int, tokens: int) -> Limited | None:
+        """Whether all limits hold with this request already counted."""
+        board = self._board
+        board.fence()
+        requests, requests_before, used, used_before, today = windows.sums(board.every_column(), self._row, minute)
+        past = now % 60
+        left = 1 - past / 60
+        if 0 < self.rpm < requests + requests_before * left:
+            wait = _wait(self.rpm, requests - 1, requests_before, 1, past)
+            return Limited(
+                "rpm", self.rpm, wait, f"{self._name} has made {self.rpm} requests within a minute, which is its limit"
+            )
+        total = used + used_before * left
+        if 0 < self.tpm < total and total > tokens:
+            wait = _wait(self.tpm, used - tokens, used_before, tokens, past)
+            return Limited(
+                "tpm", self.tpm, wait, f"{self._name} has used its {self.tpm} tokens per minute, counting those reserved"
+            )
+        if 0 < self.tpd < today and today > tokens:
+            wait = int(86400 - now % 86400) + 1
+            return Limited("tpd", self.tpd, wait, f"{self._name} has used its {self.tpd} tokens of today (UTC)")
+        return None
+
+    def settle(self, grant: Grant, now: float, tokens: int | None) -> None:
+        """Called once by L{Grant.settle}."""
+        own, row = self._board.own, self._row
+        if tokens is not None and tokens != grant.reserved:
+            windows.roll(own, row, int(now // 60))
+            windows.add_tokens(own, row, grant.minute, tokens - grant.reserved)
+        self._board.leave(row)
+
+    def remaining(self, now: float) -> tuple[int | None, int | None]:
+        """Requests and tokens left in this minute, None where there is no limit; for C{x-ratelimit-*} fields."""
+        if not self._limited:
+            return None, None
+        counts = windows.sums(self._board.every_column(), self._row, int(now // 60))
+        left = 1 - now % 60 / 60
+        return (
+            max(0, int(self.rpm - counts[0] - counts[1] * left)) if self.rpm else None,
+            max(0, int(self.tpm - counts[2] - counts[3] * left)) if self.tpm else None,
+        )
+
+
+def row_name(key: KeyEntry) -> str:
+    """The name of the scoreboard row in which a key counts."""
+    return f"team/{key.team}" if key.team else f"key/{key.id}"
+
+
+def _wait(limit: int, this: float, before: float, wanted: int, past: float) -> int:
+    """Seconds until C{wanted} more fit into the sliding minute, if nothing else happens."""
+    room = limit - wanted
+    if this <= room and before > 0:
+        # Within this minute, as the one before slides out.
+        return max(1, ceil(60 - past - (max(0.0, room - this)) * 60 / before))
+    if this <= 0:
+        return 1
+    # Into the next minute, as this one slides out of it.
+    return max(1, ceil(60 - past + max(0.0, 60 - max(0, room) * 60 / this)))

@@ -1,0 +1,100 @@
+"""What is shipped under etc/: examples that pass the check, units that systemd takes and that let engines live."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmgw.cli.main import run
+from llmgw.config.agent import read_agent
+from llmgw.config.machine import Machine
+from llmgw.config.server import read_server
+from llmgw.daemon import MISCONFIGURED, STOP_BUDGET
+
+ETC = Path(__file__).resolve().parent.parent / "etc"
+UNITS = ["llmgw-server.service", "llmgw-agent.service"]
+
+
+def unit(name):
+    parser = configparser.ConfigParser(interpolation=None, strict=True)
+    parser.optionxform = str
+    parser.read_string((ETC / name).read_text())
+    return parser
+
+
+@pytest.mark.parametrize("name", ["server.yaml", "agent.yaml"])
+def test_examples_pass_the_check(name, capsys):
+    """Both example configurations are good as they are."""
+    assert run(["check", str(ETC / name)]) == 0, capsys.readouterr().out
+
+
+def test_examples_live_where_the_units_say():
+    """State, socket and log of the examples are in folders that the units make."""
+    server = read_server(Path("/etc/llmgw/server.yaml"), (ETC / "server.yaml").read_text(), Machine())
+    agent = read_agent(Path("/etc/llmgw/agent.yaml"), (ETC / "agent.yaml").read_text(), Machine())
+    one, two = unit(UNITS[0])["Service"], unit(UNITS[1])["Service"]
+    assert server.state == Path("/var/lib") / one["StateDirectory"]
+    assert server.socket.parent == Path("/run") / one["RuntimeDirectory"]
+    assert server.router.access_log.parent == Path("/var/log") / one["LogsDirectory"]
+    assert agent.state == Path("/var/lib") / two["StateDirectory"]
+    assert server.fleet.tls.key == Path("/etc/llmgw/pki/cp1.key") and agent.tls.key == Path("/etc/llmgw/pki/n1.key")
+    for settings, service in (("server", one), ("agent", two)):
+        assert f"llmgw-{settings} --config /etc/llmgw/{settings}.yaml" in service["ExecStart"]
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_let_workers_and_engines_live(name):
+    """What the fleet's safety hangs on: only the daemon is killed, it has time to end, and it always comes back."""
+    service = unit(name)["Service"]
+    assert service["KillMode"] == "process"
+    assert service["Type"] == "notify" and service["NotifyAccess"] == "main"
+    assert STOP_BUDGET < int(service["TimeoutStopSec"]) <= 15
+    assert int(service["WatchdogSec"]) >= 15
+    assert service["Restart"] == "always" and unit(name)["Unit"]["StartLimitIntervalSec"] == "0"
+    assert service["RestartPreventExitStatus"] == str(MISCONFIGURED)
+    assert service["OOMPolicy"] == "continue" and service["TasksMax"] == "infinity"
+    assert service["StateDirectoryMode"] == "0700"
+    assert service.get("RuntimeDirectoryPreserve", "yes") == "yes"
+
+
+def test_the_agents_unit_takes_nothing_from_engines():
+    """Nothing that engines would inherit to their harm: no namespace, no privilege taken, no device policy, no limit."""
+    harmful = ("Private", "Protect", "Restrict", "NoNewPrivileges", "SystemCall", "Memory", "Device", "Capability", "User")
+    found = [key for key in unit("llmgw-agent.service")["Service"] if key.startswith(harmful)]
+    assert found == ["RestartPreventExitStatus"] or not [key for key in found if key != "RestartPreventExitStatus"]
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
+@pytest.mark.parametrize("name", UNITS)
+def test_systemd_takes_the_units(name, tmp_path):
+    """systemd-analyze verify has nothing to say of our units (with this environment's twistd in ExecStart)."""
+    twistd = Path(sys.executable).parent / "twistd"
+    text = (
+        (ETC / name)
+        .read_text()
+        .replace("/opt/llmgw/bin/twistd", str(twistd))
+        .replace("Documentation=man:", "Documentation=https:")
+    )
+    (tmp_path / name).write_text("\n".join(line for line in text.splitlines() if not line.startswith("Documentation")) + "\n")
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / name], capture_output=True, text=True, timeout=60)
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if name in line]
+    assert not ours, ours
+
+
+@pytest.mark.skipif(not shutil.which("systemd-sysusers"), reason="no systemd here")
+def test_systemd_takes_the_user_and_folders(tmp_path):
+    """sysusers and tmpfiles make the user and the folders in an empty root."""
+    (tmp_path / "etc").mkdir()
+    for tool, *rest, file in (
+        ("systemd-sysusers", ETC / "llmgw.sysusers.conf"),
+        ("systemd-tmpfiles", "--create", ETC / "llmgw.tmpfiles.conf"),
+    ):
+        done = subprocess.run([tool, f"--root={tmp_path}", *rest, file], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    assert "llmgw:" in (tmp_path / "etc" / "passwd").read_text()
+    assert (tmp_path / "etc" / "llmgw" / "pki").is_dir()

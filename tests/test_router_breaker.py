@@ -1,0 +1,82 @@
+"""Breakers always have a way back; retries have a budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmgw.router.breaker import FAILURES, OPEN_FOR, Breaker, RetryBudget, is_failure
+
+
+def test_opens_after_consecutive_failures_only():
+    """Four failures and a success are nothing; five in a row open it."""
+    breaker = Breaker()
+    for _ in range(3):
+        for _ in range(FAILURES - 1):
+            assert not breaker.failed(0.0)
+        breaker.succeeded()
+    assert breaker.state == "closed"
+    assert [breaker.failed(1.0) for _ in range(FAILURES)] == [False] * (FAILURES - 1) + [True]
+    assert (breaker.state, breaker.blocked_until, breaker.opened) == ("open", 1.0 + OPEN_FOR, 1)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 499, 503])
+def test_statuses_that_are_not_the_engines_fault(status):
+    """J1, J2: callers' mistakes and back-pressure are not failures."""
+    assert not is_failure(status)
+
+
+@pytest.mark.parametrize("status", [500, 502, 504, 507])
+def test_statuses_that_are(status):
+    """Other 5xx are."""
+    assert is_failure(status)
+
+
+def test_probe_decides():
+    """After the open time a single request tests it: success closes, failure opens again for as long."""
+    breaker = Breaker()
+    for _ in range(FAILURES):
+        breaker.failed(0.0)
+    breaker.trying(OPEN_FOR)
+    assert breaker.blocked_until == 2 * OPEN_FOR, "nobody else may probe meanwhile"
+    assert breaker.failed(OPEN_FOR + 1)
+    assert breaker.blocked_until == 2 * OPEN_FOR + 1
+    breaker.trying(100.0)
+    assert breaker.succeeded()
+    assert (breaker.state, breaker.failures) == ("closed", 0)
+
+
+def test_probe_that_says_nothing_leaves_the_way_open():
+    """A probe whose client leaves, or that gets a 429, lets the next request probe at once."""
+    breaker = Breaker()
+    for _ in range(FAILURES):
+        breaker.failed(0.0)
+    breaker.trying(40.0)
+    breaker.neutral(41.0)
+    assert breaker.blocked_until == 41.0
+
+
+@given(st.lists(st.sampled_from(["failed", "succeeded", "neutral", "trying"]), max_size=50))
+def test_there_is_always_a_way_back(steps):
+    """J9: whatever has happened, it is closed or may be probed within the open time."""
+    breaker, now = Breaker(), 0.0
+    for step in steps:
+        now += 1.0
+        if step == "succeeded":
+            breaker.succeeded()
+        else:
+            getattr(breaker, step)(now)
+        assert breaker.blocked_until <= now + OPEN_FOR
+
+
+def test_budget_is_a_fifth_of_the_live_requests():
+    """J5: with 100 live requests 20 may be retrying; with few, three may."""
+    budget = RetryBudget()
+    budget.live = 100
+    assert sum(budget.take() for _ in range(100)) == 20
+    budget.give()
+    assert budget.take() and not budget.take()
+    small = RetryBudget()
+    small.live = 1
+    assert sum(small.take() for _ in range(10)) == 3

@@ -1,4 +1,4 @@
-"""Starts an attempt: everything it needs into its folder, then the shim. Nothing here waits.
+"""Starts an attempt: everything it needs into its folder, then the shim. Nothing here waits for anything.
 
 Order matters. The intent is on disk before the shim runs, so that an agent killed in between knows what it may find.
 """
@@ -83,7 +83,7 @@ def _fill(text: str, paths: Mapping[str, str]) -> str:
     return text
 
 
-def prepare(
+def write_launch(
     folder: AttemptFolder,
     intent: Intent,
     launch: ShardLaunch,

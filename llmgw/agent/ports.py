@@ -7,13 +7,14 @@ that can be bound without it. What other users' processes hold is not visible to
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterable
 
 from attrs import frozen
 
-LISTEN = "0A"
+LISTEN, TIME_WAIT = "0A", "06"
 
 
 @frozen
@@ -26,16 +27,26 @@ class Listener:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether C{port} can be bound on C{host} right now.
+    """Whether an engine could listen on C{port}, of C{host} and of all addresses, right now.
+
+    A port that only closed connections linger on (TIME_WAIT) is free: every engine takes it with SO_REUSEADDR.
 
     @raise OSError: binding fails for a reason other than the port (no such address, no permission).
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for address in {host, "::" if ":" in host else "0.0.0.0"}:
+        if not _binds(address, port, False) and not (_lingers(port) and _binds(address, port, True)):
+            return False
+    return True
+
+
+def _binds(address: str, port: int, reuse: bool) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
-            probe.bind((host, port))
+            probe.bind((address, port))
         except OSError as error:
-            if error.errno == 98:
+            if error.errno == errno.EADDRINUSE:
                 return False
             raise
     return True
@@ -51,17 +62,25 @@ def _address(text: str) -> str:
     return socket.inet_ntop(socket.AF_INET6, words)
 
 
-def listeners(port: int) -> list[Listener]:
-    """Every socket that listens on C{port} in our network namespace."""
+def _sockets(port: int, state: str) -> list[Listener]:
     found = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(path) as file:
             for line in list(file)[1:]:
                 part = line.split()
                 address, _, number = part[1].rpartition(":")
-                if part[3] == LISTEN and int(number, 16) == port:
+                if part[3] == state and int(number, 16) == port:
                     found.append(Listener(_address(address), port, int(part[9])))
     return found
+
+
+def listeners(port: int) -> list[Listener]:
+    """Every socket that listens on C{port} in our network namespace."""
+    return _sockets(port, LISTEN)
+
+
+def _lingers(port: int) -> bool:
+    return bool(_sockets(port, TIME_WAIT)) and not listeners(port)
 
 
 def sockets_of(pid: int) -> set[int] | None:

@@ -9,28 +9,29 @@ Surprising: C{leave} is not C{stop}. An agent that ends leaves its engines runni
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import evolve
 from twisted.internet.defer import CancelledError, Deferred
 from twisted.internet.task import deferLater
 from twisted.logger import Logger
 from twisted.python.failure import Failure
 
+from llmgw.agent.checks import Prepared
 from llmgw.agent.ending import Ending
-from llmgw.agent.launching import OUTPUT_LIMIT, CannotStart, prepare, spawn_shim
+from llmgw.agent.launching import OUTPUT_LIMIT, CannotStart, spawn_shim, write_launch
 from llmgw.agent.life import begin_life
 from llmgw.agent.observer import Observer
 from llmgw.agent.output import last_lines
-from llmgw.agent.probe import EngineProbe
-from llmgw.agent.processes import ExitWatch, ProcessId, Tree, is_alive
+from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, is_alive, marks_of
+from llmgw.agent.reports import Surroundings, Transition, describe
 from llmgw.agent.shardfolder import AttemptFolder, Intent, Outcome, Reached, Run
 from llmgw.agent.shim import keep_bounded
 from llmgw.fleet.shard import Diagnosis, ShardExit, ShardOrder, ShardReport, ShardState
-from llmgw.interfaces import IEngineAdapter, ShardLaunch
+from llmgw.interfaces import IEngineAdapter
 
 SPAWN_DEADLINE = 30.0
 GRACE_OF_REMAINS = 2.0
@@ -38,52 +39,18 @@ TAIL_SENT = 100
 OVER = frozenset({ShardState.FAILED, ShardState.STOPPED})
 
 
-@frozen
-class Transition:
-    """One step of one attempt. C{tail} is the end of the output when it failed."""
-
-    report: ShardReport
-    before: ShardState
-    reason: str
-    diagnosis: Diagnosis | None = None
-    tail: tuple[str, ...] = ()
-
-
-@frozen
-class Surroundings:
-    """What every supervisor of a node has in common.
-
-    @ivar instance: the agent's own id, which its engines carry.
-    @ivar tell: called with every transition, and with a report alone when only health or a condition changed.
-    @ivar serials: the next number of a report, growing over restarts of the agent.
-    @ivar released: waits until these devices' memory is back, and returns what is still held (empty: nothing).
-    """
-
-    reactor: Any
-    instance: str
-    probe: EngineProbe
-    tell: Callable[[Transition | ShardReport], None]
-    serials: Callable[[], int]
-    released: Callable[[tuple[str, ...], frozenset[int]], Deferred[str]]
-    clock: Callable[[], float] = field(default=time.time)
-
-
 class Supervisor:
     """One attempt. Made for a fresh start (then C{start}), for a running engine (C{adopt}), or for one that is over.
 
     @ivar state: as the leader sees it.
     @ivar code: a stable word for why it failed: C{port_in_use}, C{start_timeout}, C{exited}, ...
+    @ivar refused: it failed before anything was started.
     """
 
     log = Logger()
 
     def __init__(
-        self,
-        around: Surroundings,
-        folder: AttemptFolder,
-        intent: Intent,
-        adapter: IEngineAdapter | None,
-        marks: Mapping[str, str],
+        self, around: Surroundings, folder: AttemptFolder, intent: Intent, adapter: IEngineAdapter | None = None
     ) -> None:
         self._around = around
         self._reactor = around.reactor
@@ -104,16 +71,17 @@ class Supervisor:
         self.since = around.clock()
         self.reason = "the engine is being started"
         self.code = ""
+        self.refused = False
         self.exit: ShardExit | None = None
         self.diagnosis: Diagnosis | None = None
         self.conditions: set[str] = set()
-        self.tree = Tree(marks, cgroup=intent.cgroup)
+        self.tree = Tree(marks_of(around.instance, folder.shard, folder.attempt), cgroup=intent.cgroup)
 
     # What the node asks for.
 
-    def start(self, launch: ShardLaunch, environment: Mapping[str, str], user: Mapping[str, Any] | None) -> None:
-        """Start it; what goes wrong is a transition to C{failed}."""
-        self._starting = self._go(self._start(launch, environment, user))
+    def start(self, prepare: Callable[[], Coroutine[Any, Any, Prepared]]) -> None:
+        """Start it with what C{prepare} finds; what goes wrong is a transition to C{failed}."""
+        self._starting = self._go(self._start(prepare))
 
     def adopt(self, run: Run) -> None:
         """Go on with an engine that an earlier agent started, in the state that it had come to."""
@@ -130,11 +98,6 @@ class Supervisor:
         self.state, self.reason, self.since = outcome.state, outcome.reason, outcome.at
         self.exit, self.diagnosis = outcome.exit, outcome.diagnosis
 
-    def refuse(self, code: str, reason: str, diagnosis: Diagnosis | None = None) -> None:
-        """It failed before anything was started."""
-        self.code, self.diagnosis = code, diagnosis
-        self._life.died(reason)
-
     def ended_meanwhile(self, run: Run | None) -> None:
         """It ended while no agent looked; what may be left of its tree is ended, and it has failed."""
         if run is not None:
@@ -143,7 +106,8 @@ class Supervisor:
         self.code = "exited"
         self._judge()
         said = self.diagnosis.text if self.diagnosis else str(self.exit)
-        self._life.fail(f"it ended while no agent was running: {said}", True)
+        when = "the node was restarted" if run and run.engine.boot != boot_id() else "it ended while no agent was running"
+        self._life.fail(f"{when}: {said}", True)
 
     def drain(self) -> None:
         """Report it as draining; the engine goes on with what it has."""
@@ -169,6 +133,11 @@ class Supervisor:
         self._let_go()
 
     @property
+    def attempt(self) -> int:
+        """Its number."""
+        return self.folder.attempt
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing of it is left."""
         return self.state in OVER
@@ -183,36 +152,8 @@ class Supervisor:
 
     def report(self) -> ShardReport:
         """As it is now; the serial grows when anything differs from the last report."""
-        intent, order, seen = self.intent, self.intent.order, self._observer
-        engine = self.tree.engine
-        now = ShardReport(
-            shard=order.shard,
-            model=order.model,
-            generation=order.generation,
-            attempt=order.attempt,
-            state=self.state,
-            serial=self._last.serial if self._last else 0,
-            rank=order.allocation.rank,
-            pid=engine.pid if engine and not self.is_over else None,
-            since=self.since,
-            url=intent.url,
-            key=intent.key,
-            devices=order.allocation.devices,
-            ports=order.allocation.ports,
-            installation=intent.installation,
-            version=intent.version,
-            reason=self.reason,
-            exit=self.exit,
-            diagnosis=self.diagnosis,
-            conditions=tuple(sorted(self.conditions | (seen.conditions if seen else frozenset()))),
-            limit=intent.limit,
-            order=order,
-        )
-        if seen:
-            now = evolve(now, phase=seen.phase, progress=seen.progress, load=seen.load, healthy=seen.health.healthy)
-        if now != self._last:
-            now = self._last = evolve(now, serial=self._around.serials())
-        return now
+        self._last = describe(self, self._observer, self._last, self._around.serials)
+        return self._last
 
     # What the machine sets going.
 
@@ -271,19 +212,34 @@ class Supervisor:
 
     # Starting.
 
-    async def _start(self, launch: ShardLaunch, environment: Mapping[str, str], user: Mapping[str, Any] | None) -> None:
+    async def _start(self, prepare: Callable[[], Coroutine[Any, Any, Prepared]]) -> None:
         try:
-            prepare(self.folder, self.intent, launch, environment, user)
+            self._prepare(await prepare())
             self.tree = evolve(self.tree, shim=spawn_shim(self._reactor, self.folder, self.tree.marks))
-            self._follow(await self._run_appears())
+            run = await self._run_appears()
+            self._starting = None  # It can no longer be cancelled, only ended.
+            self._follow(run)
         except CannotStart as error:
-            self.code = error.code
-            self._life.fail(str(error), True)
+            self._cannot_start(error.code, str(error))
         except OSError as error:
-            self.code = "disk_full" if error.errno == 28 else "start_failed"
-            self._life.fail(f"cannot start: {error.strerror}: {error.filename or self.folder.path}", True)
-        finally:
-            self._starting = None
+            code = "disk_full" if error.errno == errno.ENOSPC else "start_failed"
+            self._cannot_start(code, f"cannot start: {error.strerror}: {error.filename or self.folder.path}")
+
+    def _prepare(self, found: Prepared) -> None:
+        self.adapter = found.adapter
+        self.intent = evolve(found.intent, order=self.intent.order)
+        self.tree = evolve(self.tree, cgroup=self.intent.cgroup)
+        write_launch(self.folder, self.intent, found.launch, {**found.environment, **self.tree.marks}, found.user)
+
+    def _cannot_start(self, code: str, reason: str) -> None:
+        """Without a shim nothing can be there: then it was refused, and it leaves no trace."""
+        self._starting = None
+        self.code = code
+        self.refused = self.tree.shim is None
+        if self.refused:
+            self._life.died(reason)
+        else:
+            self._life.fail(reason, True)
 
     async def _run_appears(self) -> Run:
         deadline = self._reactor.seconds() + SPAWN_DEADLINE
@@ -390,6 +346,9 @@ class Supervisor:
         if self.intent.cgroup:
             with contextlib.suppress(OSError):
                 os.rmdir(self.intent.cgroup)
+        if self.refused:
+            self.folder.remove()
+            return
         self._note("intent.json", self.intent)
         self._note("outcome.json", Outcome(self.state, self.reason, self.exit or ShardExit(), self.diagnosis, self.since))
 

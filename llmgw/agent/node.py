@@ -1,0 +1,366 @@
+"""The node as the link sees it: executes orders, says what runs. Engines go on whatever happens to link, leader or agent.
+
+Orders are levels, not edges. The same list may come any number of times, and a shard that it does not name is left as it is.
+
+    run    attempt above the one we have    start it (an older one that still lives is ended first)
+           the same attempt, alive          keep it
+           the same attempt, over           answer that it failed; only the leader raises the attempt
+    drain                                   show it as draining, keep it running
+    stop                                    end all of its tree
+
+What was answered to an operation is answered again, also after a restart. An attempt that could not even be started leaves
+no trace but that answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from attrs import evolve
+from twisted.internet.defer import Deferred
+from twisted.logger import Logger
+from zope.interface import implementer
+
+from llmgw import __version__
+from llmgw.agent.adoption import adopt_all, begin
+from llmgw.agent.checks import Checks, Equipment, Prepared
+from llmgw.agent.inode import INode
+from llmgw.agent.operations import Operations
+from llmgw.agent.output import read_output
+from llmgw.agent.probe import EngineProbe
+from llmgw.agent.processes import boot_id
+from llmgw.agent.reports import Surroundings, Transition
+from llmgw.agent.shardfolder import Intent, ShardFolders
+from llmgw.agent.statefolder import StateFolder
+from llmgw.agent.supervisor import Supervisor
+from llmgw.config.agent import AgentSettings
+from llmgw.errors import LlmgwError
+from llmgw.fleet.node import Inventory, NodeFacts
+from llmgw.fleet.plain import to_plain
+from llmgw.fleet.shard import ShardOrder, ShardReport, ShardState, Wanted
+from llmgw.interfaces import IEngineAdapter
+from llmgw.wire.messages import PROTOCOL, AgentMessage, Desired, Done, Event, FetchLog, Inspect, Register, Report
+
+EVENTS_KEPT = 200
+# A character may take six bytes as JSON, and a line of the link 1 MiB.
+LOG_LIMIT = 128 * 1024
+
+# Where the effect of an order is there; one that is over has been stopped, and drained, too.
+_REACHED = {
+    Wanted.RUN: (ShardState.READY, ShardState.DRAINING),
+    Wanted.DRAIN: (ShardState.DRAINING, ShardState.STOPPING),
+    Wanted.STOP: (),
+}
+
+Released = Callable[[tuple[str, ...], frozenset[int]], Deferred[str]]
+
+
+@implementer(INode)
+class Node:
+    """One node.
+
+    @param equipment: its hardware, engines and weights.
+    @param released: see L{Surroundings.released}.
+    @param new_key: a new random secret for an engine.
+    @param clock: wall time, for people only.
+    """
+
+    log = Logger()
+
+    def __init__(
+        self,
+        reactor: Any,
+        settings: AgentSettings,
+        state: StateFolder,
+        adapters: Mapping[str, IEngineAdapter],
+        equipment: Equipment,
+        released: Released,
+        new_key: Callable[[], str],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._reactor = reactor
+        self._settings = settings
+        self._state = state
+        self._adapters = adapters
+        self._equipment = equipment
+        self._released = released
+        self._clock = clock
+        self._folders = ShardFolders(settings.state / "shards")
+        self._operations = Operations(settings.state / "operations.jsonl")
+        self._shards: dict[str, Supervisor] = {}
+        self._replaced: set[Supervisor] = set()
+        self._pending: dict[str, tuple[Supervisor, Wanted]] = {}
+        self._unsent: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self._send: Callable[[AgentMessage], None] | None = None
+        self._reporting: Any = None
+        self._shown: Inventory | None = None
+        self._facts: NodeFacts | None = None
+        self._around: Surroundings
+        self._checks = Checks(settings, adapters, equipment, self._held, lambda: self._facts, new_key, clock)
+
+    async def start(self) -> None:
+        """Find out what runs. Nothing may be asked or told before this is over."""
+        serials = count(self._state.starts << 32).__next__
+        probe = EngineProbe(self._reactor)
+        self._around = Surroundings(self._reactor, self._state.instance, probe, self._told, serials, self._released, self._clock)
+        self._operations.load()
+        found = await adopt_all(self._around, self._folders, self._adapters)
+        self._shards = {supervisor.intent.order.shard: supervisor for supervisor, _ in found}
+        for supervisor, run in found:
+            begin(supervisor, run)
+        self._prune()
+
+    def leave(self) -> None:
+        """The agent ends; the engines do not."""
+        self._send = None
+        if self._reporting is not None and self._reporting.active():
+            self._reporting.cancel()
+        for supervisor in (*self._shards.values(), *self._replaced):
+            supervisor.leave()
+
+    @property
+    def running(self) -> dict[str, ShardState]:
+        """The shards with a process, by state."""
+        return {name: supervisor.state for name, supervisor in self._shards.items() if not supervisor.is_over}
+
+    def _supervisors(self) -> Iterator[Supervisor]:
+        yield from self._shards.values()
+        yield from self._replaced
+
+    def _held(self) -> Iterable[ShardOrder]:
+        return [supervisor.intent.order for supervisor in self._supervisors() if not supervisor.is_over]
+
+    def _prune(self) -> None:
+        try:
+            self._folders.prune(supervisor.folder.path for supervisor in self._supervisors())
+        except OSError as error:
+            self.log.error("cannot delete old attempts: {error}", error=str(error))
+
+    # INode: the link.
+
+    def register(self, fleet: str, local_address: str) -> Register:
+        """Everything."""
+        inventory = self._shown = self._equipment.inventory or Inventory(0, 0, problem="not taken yet")
+        settings = self._settings
+        self._facts = NodeFacts(
+            name=settings.node,
+            address=settings.address or local_address,
+            inventory=inventory,
+            ports=settings.ports,
+            labels=settings.labels,
+            fabrics=settings.fabrics,
+            installations=self._equipment.installations(),
+            model_roots=tuple(map(str, settings.models)),
+            version=__version__,
+        )
+        shards, clock = self._reports(), self._clock()
+        instance = self._state.instance
+        return Register(PROTOCOL, settings.node, instance, boot_id(), 0, "", self._facts, shards, fleet, clock, __version__)
+
+    def accepted(self, epoch: int, leader: str, revision: int) -> None:
+        """Nothing changes: what runs goes on."""
+
+    def connected(self, send: Callable[[AgentMessage], None]) -> None:
+        """Say what happened while nobody listened."""
+        self._send = send
+        while self._unsent:
+            send(self._unsent.popleft())
+
+    def disconnected(self, reason: str) -> None:
+        """Nothing changes: what runs goes on."""
+        self._send = None
+
+    def report(self, beat: int = 0) -> Report:
+        """All shards; the inventory if it is another than the server has."""
+        inventory, before = self._equipment.inventory, self._shown
+        self._shown = inventory or before
+        return Report(0, 0, self._reports(), None if inventory == before else inventory, beat, self._clock())
+
+    def _reports(self) -> tuple[ShardReport, ...]:
+        return tuple(supervisor.report() for _, supervisor in sorted(self._shards.items()))
+
+    # INode: orders.
+
+    def desired(self, message: Desired) -> None:
+        """Do what is ordered. One order that cannot be followed never keeps another from being followed."""
+        for order in message.orders:
+            try:
+                self._follow(order)
+            except Exception as error:
+                self.log.failure("while following the order for {shard}", shard=order.shard)
+                self._say(Done(order.operation, False, "internal", {"text": str(error)}))
+        listed = {order.shard for order in message.orders}
+        for shard in [name for name, supervisor in self._shards.items() if supervisor.is_over and name not in listed]:
+            self._shards.pop(shard).leave()
+
+    def _follow(self, order: ShardOrder) -> None:
+        if (done := self._operations.get(order.operation)) is not None:
+            self._say(done)
+        elif order.wanted is Wanted.RUN:
+            self._run(order)
+        else:
+            self._wind_down(order)
+
+    def _run(self, order: ShardOrder) -> None:
+        current = self._shards.get(order.shard) or self._remembered(order)
+        if current is None or order.attempt > current.attempt:
+            self._start(order, current)
+        else:
+            self._keep(order, current)
+
+    def _wind_down(self, order: ShardOrder) -> None:
+        current = self._shards.get(order.shard)
+        if current is None:
+            self._finish(order.operation)
+        else:
+            self._keep(order, current)
+
+    def _keep(self, order: ShardOrder, current: Supervisor) -> None:
+        """Have what is there as it is wanted, unless the order is about what was there before it."""
+        if order.attempt >= current.attempt:
+            self._expect(order, current)
+            return
+        text = f"{order.shard} is at attempt {current.attempt} here, {order.attempt} was ordered"
+        self._finish(order.operation, "stale_attempt", text)
+
+    def _expect(self, order: ShardOrder, current: Supervisor) -> None:
+        """Note what is wanted of what runs, set it going, and answer now or when it has come about.
+
+        How it was started is left as it was noted then.
+        """
+        before, wanted = current.intent.order, order.wanted
+        current.order(evolve(before, wanted=wanted, operation=order.operation, deadline=order.deadline, grace=order.grace))
+        self._pending[order.operation] = current, wanted
+        if wanted is Wanted.DRAIN:
+            current.drain()
+        elif wanted is Wanted.STOP:
+            current.stop()
+        self._settle(current)
+
+    def _remembered(self, order: ShardOrder) -> Supervisor | None:
+        """An attempt that ended before this agent began, if this very operation started it; it is not to be repeated."""
+        folder = self._folders.attempt(order.shard, order.attempt)
+        intent, outcome = folder.intent(), folder.outcome()
+        if intent is None or outcome is None or intent.order.operation != order.operation:
+            return None
+        supervisor = self._shards[order.shard] = Supervisor(self._around, folder, intent)
+        supervisor.restore(outcome)
+        return supervisor
+
+    def _start(self, order: ShardOrder, current: Supervisor | None) -> None:
+        self._prune()
+        folder = self._folders.attempt(order.shard, order.attempt)
+        folder.remove()
+        intent = Intent(order, adapter="", installation=order.profile.engine)
+        supervisor = self._shards[order.shard] = Supervisor(self._around, folder, intent)
+        self._pending[order.operation] = supervisor, Wanted.RUN
+        if current is not None and not current.is_over:
+            self._replaced.add(current)
+
+        async def prepare() -> Prepared:
+            if current is not None:
+                await self._replace(current, order)
+            return await self._checks.prepare(order)
+
+        supervisor.start(prepare)
+
+    async def _replace(self, current: Supervisor, order: ShardOrder) -> None:
+        """End an attempt that another follows; two of one shard never run at once."""
+        if not current.is_over:
+            current.order(evolve(current.intent.order, wanted=Wanted.STOP))
+            current.stop(f"attempt {order.attempt} takes its place")
+            await current.when_over()
+
+    # Answers.
+
+    def _settle(self, supervisor: Supervisor) -> None:
+        """Answer the operations on an attempt whose effect is there by now, or cannot be."""
+        for operation, (whose, wanted) in list(self._pending.items()):
+            if whose is not supervisor:
+                continue
+            if wanted is Wanted.RUN and supervisor.is_over:
+                self._finish(operation, supervisor.code or str(supervisor.state), supervisor.reason)
+            elif supervisor.is_over or supervisor.state in _REACHED[wanted]:
+                self._finish(operation)
+
+    def _finish(self, operation: str, error: str = "", text: str = "") -> None:
+        self._pending.pop(operation, None)
+        done = Done(operation, not error, error, {"text": text} if text else {})
+        self._operations.add(done)
+        self._say(done)
+
+    def _say(self, message: AgentMessage) -> None:
+        if self._send is not None:
+            self._send(message)
+
+    def _told(self, said: Transition | ShardReport) -> None:
+        if isinstance(said, Transition):
+            self._tell_event(said)
+            for supervisor in list(self._supervisors()):
+                self._settle(supervisor)
+            self._replaced = {supervisor for supervisor in self._replaced if not supervisor.is_over}
+            self._shards = {name: supervisor for name, supervisor in self._shards.items() if not supervisor.refused}
+        if self._send is not None and (self._reporting is None or not self._reporting.active()):
+            self._reporting = self._reactor.callLater(0, self._report_soon)
+
+    def _report_soon(self) -> None:
+        self._say(self.report())
+
+    def _tell_event(self, said: Transition) -> None:
+        now, why = said.report, said.diagnosis
+        self.log.info(
+            "{shard} attempt {attempt}: {before} -> {after}: {reason}{advice}",
+            shard=now.shard,
+            attempt=now.attempt,
+            before=str(said.before),
+            after=str(now.state),
+            reason=said.reason,
+            advice=f" {why.advice}" if why and why.advice else "",
+        )
+        event = Event(now.shard, now.attempt, str(said.before), str(now.state), said.reason, why, said.tail, self._clock())
+        if self._send is not None:
+            self._send(event)
+        else:
+            self._unsent.append(event)
+
+    # INode: questions.
+
+    def inspect(self, message: Inspect) -> Deferred[Done]:
+        """Look at weights, and what the adapter has to say of them."""
+        return Deferred.fromCoroutine(self._inspect(message))
+
+    async def _inspect(self, message: Inspect) -> Done:
+        try:
+            files = await self._equipment.weights(message.weights)
+        except LlmgwError as error:
+            return Done(message.operation, False, "failed", {"text": str(error)})
+        return Done(message.operation, True, "", {"files": to_plain(files)})
+
+    def fetch_log(self, message: FetchLog) -> Deferred[Done]:
+        """Read output; the folder is found by shard and number, never by a path that somebody sent."""
+        done: Deferred[Done] = Deferred()
+        done.callback(self._fetch_log(message))
+        return done
+
+    def _fetch_log(self, message: FetchLog) -> Done:
+        attempts = self._folders.attempts(message.shard)
+        chosen = [folder for folder in attempts if message.attempt in (0, folder.attempt)]
+        if not chosen:
+            there = ", ".join(str(folder.attempt) for folder in attempts) or "none"
+            text = (
+                f"{self._settings.node} has no output of attempt {message.attempt} of {message.shard} (attempts there: {there})"
+            )
+            return Done(message.operation, False, "not_found", {"text": text})
+        folder = chosen[-1]
+        try:
+            chunk = read_output(folder.path, message.offset, max(0, min(message.limit, LOG_LIMIT)))
+        except (OSError, ValueError) as error:
+            return Done(message.operation, False, "failed", {"text": f"{folder.path}: {error}"})
+        intent = folder.intent()
+        text, after = chunk.text(intent.key if intent else "")
+        found = {"attempt": folder.attempt, "offset": chunk.offset, "next": after, "size": chunk.size, "text": text}
+        return Done(message.operation, True, "", found)

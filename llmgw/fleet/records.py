@@ -21,6 +21,7 @@ class NodeRecord:
     @ivar instance: the agent's random instance id; C{boot} the kernel's boot id.
     @ivar since: when C{state} was entered; C{reason} why.
     @ivar drain_deadline: when what is left on a draining node is stopped, None without a drain.
+    @ivar outage: the drain may leave a model without any replica.
     @ivar quarantined_until: nothing is placed there before; None when not quarantined.
     @ivar certificate_expires: not_after of the certificate last shown.
     @ivar last_report: when the node was last heard; written now and then only.
@@ -36,6 +37,7 @@ class NodeRecord:
     cordoned: bool = False
     draining: bool = False
     drain_deadline: float | None = None
+    outage: bool = False
     quarantined_until: float | None = None
     certificate_expires: float | None = None
     last_report: float | None = None

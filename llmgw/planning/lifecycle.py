@@ -59,7 +59,7 @@ def _follow(draft: Draft, node: NodeRecord, held: Holding) -> None:
         return
     if node.name in world.told:
         if node.state is not NodeState.READY:
-            draft.node(node, next_node_state(node.state, NodeEvent.REGISTERED), "registered")
+            draft.node(node, next_node_state(node.state, NodeEvent.REGISTERED), "")
         return
     away = world.away.get(node.name, 0.0)
     if node.state is NodeState.READY:

@@ -37,7 +37,11 @@ def observe(draft: Draft, record: ShardRecord) -> None:
     else:
         if report.attempt > record.attempt:
             record = draft.put(evolve(record, attempt=report.attempt, generation=report.generation))
-        if report.state in _ENDED:
+        declined = draft.world.declined.get(record.shard)
+        known = declined is not None and declined.attempt == record.attempt and record.wanted is Wanted.RUN
+        if report.state is ShardState.FAILED and known and declined and record.state not in _RESTING:
+            _decline(draft, record, declined.code, _reason(report) or declined.text)
+        elif report.state in _ENDED:
             _ended(draft, record, report.state, _reason(report))
         else:
             _alive(draft, record, report)

@@ -173,6 +173,8 @@ def _make_room(work: Work, model: Model, victim: Replica, why: str) -> None:
     if isinstance(ledger(draft, freed).place(pending.want), Placement):
         del work.pending[model.name]
         leave(draft, victim, f"{why}; no room for its successor beside it, so it goes first")
+    elif any(draft.nodes[name].draining and draft.nodes[name].outage for name in victim.nodes):
+        leave(draft, victim, f"{why}; no other node can run it")
     else:
         work.notes[model.name] = f"{victim.id} should be replaced ({why}) but its successor fits nowhere; it goes on serving"
 

@@ -1,0 +1,391 @@
+"""The leader's loop: whatever happens leads to one plan, the plan to one commit, and only the commit to orders and routes.
+
+Surprising: nothing is ordered from what is merely planned. When the store does not take a plan, the fleet goes on as it was,
+the old truth stays in force and the plan is made anew from it. Plans and operators' changes take turns under one lock, so that
+each is made from the result of the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from attrs import evolve, frozen
+from twisted.internet.defer import Deferred, DeferredLock
+from twisted.internet.task import LoopingCall
+from twisted.logger import Logger
+from twisted.python.failure import Failure
+from zope.interface import implementer
+
+from llmgw.errors import LlmgwError
+from llmgw.fleet.events import FleetEvent
+from llmgw.fleet.node import NodeState
+from llmgw.fleet.records import NodeRecord
+from llmgw.fleet.shard import ShardState
+from llmgw.fleet.timing import Timing
+from llmgw.interfaces import ILeadership, IStore
+from llmgw.planning.checks import SEARCHING
+from llmgw.planning.orders import orders
+from llmgw.planning.reconcile import Outcome, reconcile
+from llmgw.planning.world import World
+from llmgw.server.emission import Emission, Port
+from llmgw.server.imembers import IMembers
+from llmgw.server.membership import Membership
+from llmgw.server.reckoning import Reckoner, Weights
+from llmgw.server.routing import Routers, Routing
+from llmgw.server.truth import Truth, differences
+from llmgw.store.errors import NotLeader, StoreError
+from llmgw.store.records import Change, Snapshot
+from llmgw.wire.identity import PeerCertificate
+from llmgw.wire.messages import Done, Event, Refused, Register, Report
+
+
+class NotLeading(LlmgwError):
+    """This server does not lead now, so it takes no orders. C{leader} is who does, as far as it knows."""
+
+    def __init__(self, text: str, leader: str = "") -> None:
+        super().__init__(text)
+        self.leader = leader
+
+
+@frozen
+class Clocks:
+    """C{wall} for people and records, C{steady} for decisions: it goes on during a suspend and nobody can set it."""
+
+    wall: Callable[[], float] = time.time
+    steady: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Randomness(Protocol):
+    """The part of C{random.Random} that is used."""
+
+    def uniform(self, a: float, b: float) -> float:
+        """A number between both."""
+
+
+@implementer(IMembers)
+class Controller:
+    """The control plane's head.
+
+    @param leadership: asked at each emission.
+    @param routers: the router workers.
+    @ivar truth: what the store has.
+    @ivar outcome: the last plan, for C{status} and C{explain}.
+    @ivar remarks: sentences that C{status} shows until the next start.
+    @ivar failing: why the store does not take plans now; empty when it does.
+    """
+
+    log = Logger()
+    COALESCE = 0.05
+    RETRY = 1.0
+
+    def __init__(
+        self,
+        reactor: Any,
+        name: str,
+        timing: Timing,
+        store: IStore,
+        leadership: ILeadership,
+        routers: Routers,
+        random: Randomness,
+        clocks: Clocks | None = None,
+        reckoner: Reckoner | None = None,
+    ) -> None:
+        self._reactor = reactor
+        self._store = store
+        self._lock = DeferredLock()
+        self._call: Any = None
+        self._tick = LoopingCall(self._ticked)
+        self._tick.clock = reactor
+        self._random = random
+        self._planning = False
+        self._began = 0
+        self._began_at = 0.0
+        self._fresh = False
+        self._last_plan = 0.0
+        self._expires: dict[str, float] = {}
+        self.clocks = clocks or Clocks()
+        self.name = name
+        self.timing = timing
+        self.leadership = leadership
+        self.leading = False
+        self.failing = ""
+        self.remarks: tuple[str, ...] = ()
+        self.truth = Truth()
+        self.members = Membership(self.clocks.steady, self.touch)
+        self.reckoner = reckoner or Reckoner()
+        self.weights = Weights(self.clocks.steady, self.touch)
+        self.emission = Emission(leadership, self.clocks.steady)
+        self.routing = Routing(routers, self.touch)
+        self.demand: dict[str, int] = {}
+        self.outcome: Outcome | None = None
+        self.watchers: list[Callable[[], None]] = []
+
+    # Leading.
+
+    def attach(self, port: Port) -> None:
+        """The fleet port, which is made after us since it needs us."""
+        self.emission.port = port
+
+    def begin(self, snapshot: Snapshot, fresh: bool) -> None:
+        """Lead from what the store has. C{fresh}: it was made just now, so a fleet may run that it knows nothing of."""
+        self.truth.load(snapshot)
+        self.members.begin()
+        self._began, self._began_at = snapshot.revision, self.clocks.steady()
+        self._fresh = fresh
+        self.leading = True
+
+    def go(self) -> None:
+        """Begin to plan. Apart from L{begin}, so that the catalog can be there first: a plan without one routes to nothing."""
+        self._planning = True
+        if not self._tick.running:
+            self._tick.start(1.0, now=False).addErrback(self._surprised, "in the tick")
+        self.touch()
+
+    def end(self) -> None:
+        """Lead no more. Engines and routes stay as they are."""
+        self.leading = self._planning = False
+        if self._tick.running:
+            self._tick.stop()
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    def touch(self) -> None:
+        """Something happened: plan soon, once for all that happens until then."""
+        self._plan_in(self.COALESCE)
+
+    def _plan_in(self, seconds: float) -> None:
+        if not self._planning:
+            return
+        if self._call is not None:
+            if self._call.getTime() - self._reactor.seconds() <= seconds:
+                return
+            self._call.cancel()
+        self._call = self._reactor.callLater(seconds, self._due)
+
+    def _due(self) -> None:
+        self._call = None
+        self._go(self._lock.run(lambda: Deferred.fromCoroutine(self._cycle())), "while planning")
+
+    def _go(self, work: Deferred[Any], what: str) -> None:
+        work.addErrback(self._surprised, what)
+
+    def _surprised(self, failure: Failure, what: str) -> None:
+        self.log.failure("{what}", failure, what=what)
+        self._plan_in(self.RETRY)
+
+    def _ticked(self) -> None:
+        try:
+            self._look_at_clocks()
+        except Exception:
+            self.log.failure("in the tick")
+
+    def _look_at_clocks(self) -> None:
+        """What no message tells of: timers of nodes, retries, drains that have come to an end."""
+        outcome = self.outcome
+        draining = self.routing.draining
+        away = any(record.state in (NodeState.READY, NodeState.UNREACHABLE) and name not in self.members.present
+                   for name, record in self.truth.nodes.items())  # fmt: skip
+        waited = self.clocks.steady() - self._last_plan
+        due = outcome is not None and outcome.wake is not None and waited >= outcome.wake
+        waiting = outcome is not None and (outcome.pending or outcome.notes) and waited >= 10.0
+        if draining or away or due or waiting:
+            self.touch()
+        self.emission.repeat()
+
+    async def _cycle(self) -> None:
+        if not self._planning:
+            return
+        self._last_plan = self.clocks.steady()
+        world = self.world()
+        outcome = reconcile(world)
+        for subject, error in outcome.broken:
+            self.log.failure("planning for {subject}", Failure(error), subject=subject)
+        events = [self._with_tail(event) for event in outcome.events]
+        changes = differences(self.truth, outcome.nodes, outcome.shards, events)
+        if changes and not await self._commit(changes):
+            return
+        self.truth.nodes.update(outcome.nodes)
+        self.outcome = outcome
+        self._search(outcome)
+        self.emit()
+
+    async def _commit(self, changes: list[Change]) -> bool:
+        """Whether the store took it. What it did not take has not happened."""
+        if not self.leadership.may_act():
+            return False
+        try:
+            revision = await self._store.commit(self.leadership.epoch, changes)
+        except NotLeader as error:
+            self.log.error("{error}", error=str(error))
+            self.end()
+            return False
+        except StoreError as error:
+            if self.failing != str(error):
+                self.log.error("the store took nothing, so nothing is changed: {error}", error=str(error))
+            self.failing = str(error)
+            self._plan_in(self.RETRY)
+            return False
+        if self.failing:
+            self.log.info("the store works again")
+        self.failing = ""
+        self.truth.take(changes, revision)
+        for change in changes:
+            self._tell(change)
+        for watcher in list(self.watchers):
+            watcher()
+        return True
+
+    def _with_tail(self, event: FleetEvent) -> FleetEvent:
+        """The event of a failure gets the end of the engine's output."""
+        failed = event.after in (ShardState.BACKOFF, ShardState.FAILED)
+        return evolve(event, tail=self.members.tails.pop(event.subject, ())) if failed else event
+
+    def _tell(self, change: Change) -> None:
+        if isinstance(change, FleetEvent):
+            self.log.info("event {text}", text=change.text, kind=change.kind, subject=change.subject, node=change.node)
+
+    def epoch_moved(self) -> None:
+        """The leadership was raised or lost: what was sent under the epoch before has to be said anew."""
+        self.emission.forget_all()
+        self.touch()
+
+    def world(self) -> World:
+        """One look at everything."""
+        members, now = self.members, self.clocks.steady()
+        self.reckoner.learn(self.truth.nodes.values())
+        nodes = {**self.truth.nodes, **{name: self._present(name) for name in members.present}}
+        replicas = self.routing
+        return World(
+            now=self.clocks.wall(),
+            epoch=self.leadership.epoch,
+            revision=self.truth.revision + 1,
+            timing=self.timing,
+            catalog=self.truth.catalog,
+            reckon=self.reckoner.needs,
+            nodes=nodes,
+            shards=self.truth.shards,
+            told={name: here.told for name, here in members.present.items()},
+            away={name: now - members.left_at.get(name, self._began_at) for name in nodes if name not in members.present},
+            left=members.left,
+            reported=frozenset(members.reported),
+            leading_for=now - self._began_at,
+            began=self._began,
+            settling=self._fresh and members.history and now - self._began_at < self.timing.failover_grace,
+            weights=self.weights.found,
+            declined=members.declined,
+            unrouted=frozenset(replicas.unrouted),
+            idle=replicas.idle(),
+            demand=self.demand,
+            last_ports=self._last_ports(),
+            jitter=lambda: self._random.uniform(0.75, 1.25),
+        )
+
+    def _present(self, name: str) -> NodeRecord:
+        here = self.members.present[name]
+        record = self.truth.nodes.get(name) or NodeRecord(name, since=self.clocks.wall())
+        return evolve(
+            record,
+            facts=here.facts,
+            instance=here.register.instance,
+            boot=here.register.boot,
+            certificate_expires=here.certificate_expires or record.certificate_expires,
+        )
+
+    def _last_ports(self) -> Mapping[str, int]:
+        """By node, the last port of the newest placement."""
+        newest: dict[str, tuple[int, int]] = {}
+        for record in self.truth.shards.values():
+            if record.allocation and record.allocation.ports:
+                found = (record.placed_revision, record.allocation.ports[-1])
+                newest[record.allocation.node] = max(newest.get(record.allocation.node, (0, 0)), found)
+        return {node: port for node, (_, port) in newest.items()}
+
+    def _search(self, outcome: Outcome) -> None:
+        """Ask the nodes on which only the weights are in question."""
+        for model, pending in outcome.pending.items():
+            profile = pending.want.profile
+            for verdict in pending.explanation.verdicts:
+                if profile.weights and verdict.checks[0].name == "weights":
+                    self.weights.look(verdict.node, profile.weights, profile.engine)
+            if any(v.checks[0].text == SEARCHING for v in pending.explanation.verdicts):
+                self.log.debug("looking for the weights of {model}", model=model)
+        if self.emission.port is not None and self.leadership.may_act():
+            self.weights.pump(self.emission.port, self.leadership.epoch, self.leadership.leader)
+
+    def emit(self) -> None:
+        """Tell routers and nodes what is in force. Routers first: an order to drain waits for them."""
+        truth = self.truth
+        self.routing.publish(truth, self.members, self.outcome, self.leadership.epoch)
+        wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing)
+        self.emission.send(wanted, {name: here.session for name, here in self.members.present.items()}, truth.revision)
+
+    # What operators change.
+
+    def change(self, make: Callable[[], Iterable[Change]]) -> Deferred[int]:
+        """Commit what C{make} says, made from the truth when its turn has come; then plan.
+
+        @return: the state revision.
+        @raise NotLeading: this server does not lead.
+        @raise StoreError: the store did not take it, and nothing has changed.
+        """
+        return self._lock.run(lambda: Deferred.fromCoroutine(self._change(make)))
+
+    async def _change(self, make: Callable[[], Iterable[Change]]) -> int:
+        self.must_lead()
+        changes = list(make())
+        if changes and not await self._commit(changes):
+            self.must_lead()
+            raise StoreError(f"the store took nothing, so nothing is changed: {self.failing}")
+        self.touch()
+        return self.truth.revision
+
+    def must_lead(self) -> None:
+        """
+        @raise NotLeading: this server may not act now.
+        """
+        if not (self.leading and self.leadership.may_act()):
+            leader = self.leadership.leader
+            raise NotLeading(f"not leader: {leader or 'nobody'} leads" if leader != self.name else "not leading yet", leader)
+
+    # IMembers.
+
+    def readiness(self) -> Refused | None:
+        """See L{IMembers}."""
+        if self.leading:
+            return None
+        return Refused("starting", f"{self.name} has not begun to lead yet", retry_after=1.0)
+
+    def judge(self, register: Register, certificate: PeerCertificate) -> Refused | None:
+        """See L{IMembers}."""
+        record = self.truth.nodes.get(register.node)
+        if record is not None and record.state is NodeState.REMOVED:
+            text = f"node {register.node} was removed; `llmgw node reset {register.node}` lets it in again"
+            return Refused("revoked", text)
+        self._expires[register.node] = certificate.not_after
+        return None
+
+    def joined(self, node: str, session: str, register: Register) -> int:
+        """See L{IMembers}."""
+        self.weights.forget(node)
+        self.emission.forget(node)
+        self.members.joined(node, session, register, self._expires.get(node))
+        return self.truth.revision
+
+    def report(self, node: str, session: str, message: Report) -> None:
+        """See L{IMembers}."""
+        self.members.report(node, session, message)
+
+    def event(self, node: str, session: str, message: Event) -> None:
+        """See L{IMembers}."""
+        self.members.event(node, session, message)
+
+    def done(self, node: str, session: str, message: Done) -> None:
+        """See L{IMembers}."""
+        self.members.done(node, session, message)
+
+    def left(self, node: str, session: str, reason: str) -> None:
+        """See L{IMembers}."""
+        self.members.gone(node, session, reason)

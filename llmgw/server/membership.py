@@ -1,0 +1,149 @@
+"""What agents say: the leader's ear. Nothing here decides; it keeps the last word of each node and tells when it is news.
+
+A session's messages come here already in order and never after its end. What is known of a node survives its link for
+C{status}, but only nodes with a link speak for a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import evolve, frozen
+from twisted.logger import Logger
+
+from llmgw.fleet.node import Inventory, NodeFacts
+from llmgw.fleet.shard import ShardReport, Wanted
+from llmgw.planning.world import Declined, Told
+from llmgw.wire.messages import Done, Event, Register, Report
+
+TAIL = 50
+
+
+@frozen
+class Present:
+    """A node with a link: its session, its facts as last told, and its shards."""
+
+    session: str
+    register: Register
+    facts: NodeFacts
+    told: Told
+    certificate_expires: float | None = None
+
+
+class Membership:
+    """The nodes that have, or had, a link in this leadership.
+
+    @param steady: seconds on a clock that nobody can set: how long a node has been away is not for the wall clock to say.
+    @param news: called when something was said that may change a plan.
+    """
+
+    log = Logger()
+
+    def __init__(self, steady: Callable[[], float], news: Callable[[], None]) -> None:
+        self._steady = steady
+        self._news = news
+        self.present: dict[str, Present] = {}
+        self.last: dict[str, Told] = {}
+        self.left_at: dict[str, float] = {}
+        self.left: dict[str, str] = {}
+        self.reported: set[str] = set()
+        self.declined: dict[str, Declined] = {}
+        self.tails: dict[str, tuple[str, ...]] = {}
+        self.history = False
+
+    def begin(self) -> None:
+        """A new leadership: everybody is away until they come."""
+        self.present.clear()
+        self.last.clear()
+        self.left_at.clear()
+        self.left.clear()
+        self.reported.clear()
+        self.declined.clear()
+        self.tails.clear()
+        self.history = False
+
+    def joined(self, node: str, session: str, register: Register, expires: float | None) -> None:
+        """A link is up. What the agent lists runs; what it does not list may still come with its first report."""
+        told = Told({report.shard: report for report in register.shards}, register.epoch, 0)
+        self.present[node] = Present(session, register, register.facts, told, expires)
+        self.last[node] = told
+        self.reported.add(node)
+        self.left_at.pop(node, None)
+        self.left.pop(node, None)
+        self.history = self.history or register.epoch > 0
+        self._news()
+
+    def report(self, node: str, session: str, message: Report) -> None:
+        """The whole truth of a node. It is news when a shard changed in what plans or routes go by."""
+        here = self._of(node, session)
+        if here is None:
+            return
+        told = Told({report.shard: report for report in message.shards}, message.epoch, message.revision, complete=True)
+        facts = here.facts if message.inventory is None else evolve(here.facts, inventory=message.inventory)
+        changed = _gist(told) != _gist(here.told) or _room_changed(here.facts.inventory, facts.inventory)
+        self.present[node] = evolve(here, facts=facts, told=told)
+        self.last[node] = told
+        for report in message.shards:
+            known = self.declined.get(report.shard)
+            if known and report.attempt >= known.attempt and report.state.live:
+                del self.declined[report.shard]
+        if changed:
+            self._news()
+
+    def event(self, node: str, session: str, message: Event) -> None:
+        """A transition also comes by a report; what only the event has is the end of the output."""
+        if message.tail and self._of(node, session) is not None:
+            self.tails[message.shard] = message.tail[-TAIL:]
+
+    def done(self, node: str, session: str, message: Done) -> None:
+        """An order was followed, or was declined: then why is kept until the next attempt."""
+        if message.ok or self._of(node, session) is None:
+            return
+        kind, _, rest = message.operation.partition(":")
+        shard, _, tail = rest.rpartition(":")
+        shard, _, attempt = shard.rpartition(":")
+        text = str(message.result.get("text") or message.error)
+        self.log.warn("{node} declined {operation}: {text}", node=node, operation=message.operation, text=text)
+        if kind == Wanted.RUN and attempt.isdecimal() and tail:
+            self.declined[shard] = Declined(int(attempt), message.error, text)
+            self._news()
+
+    def gone(self, node: str, session: str, reason: str) -> None:
+        """A link has ended."""
+        if self._of(node, session) is None:
+            return
+        del self.present[node]
+        self.left_at[node] = self._steady()
+        self.left[node] = reason
+        self._news()
+
+    def _of(self, node: str, session: str) -> Present | None:
+        here = self.present.get(node)
+        return here if here is not None and here.session == session else None
+
+    def report_of(self, node: str, shard: str) -> ShardReport | None:
+        """What a node said last of one of its shards, also when it is away now."""
+        told = self.last.get(node)
+        return told.shards.get(shard) if told else None
+
+
+def _gist(told: Told) -> object:
+    """What of a report can change a plan or a route; progress and load cannot."""
+    shards = sorted(
+        (r.shard, r.attempt, r.generation, r.state, r.url, r.key, r.healthy, r.reason, r.limit) for r in told.shards.values()
+    )
+    return told.complete, told.epoch, told.revision, shards
+
+
+def _room_changed(old: Inventory, new: Inventory) -> bool:
+    """Whether there may be more room than before: something may then fit that did not."""
+    if old is new:
+        return False
+    before = {device.uuid: device for device in old.devices}
+    for device in new.devices:
+        known = before.pop(device.uuid, None)
+        if known is None or (known.problem, known.missing_since) != (device.problem, device.missing_since):
+            return True
+        if (device.memory_used or 0) < (known.memory_used or 0):
+            return True
+    return bool(before) or (new.memory_available or 0) > (old.memory_available or 0) + 2**28

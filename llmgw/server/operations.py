@@ -1,0 +1,289 @@
+"""What operators order: drain, cordon, restart, orphans, nodes. Each is a change of records; the next plan carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from attrs import evolve
+from twisted.internet.defer import Deferred
+
+from llmgw.errors import LlmgwError
+from llmgw.fleet.node import NodeEvent, NodeState, next_node_state
+from llmgw.fleet.records import NodeRecord
+from llmgw.fleet.shard import ShardState, Wanted
+from llmgw.planning.adopt import Orphan, adopt, readable
+from llmgw.planning.fleetroom import ledger, next_number, want
+from llmgw.planning.placement import Ledger, Placement
+from llmgw.planning.replicas import Replica, group
+from llmgw.planning.world import Draft
+from llmgw.server.controller import Controller
+from llmgw.server.emission import Port
+from llmgw.server.imembers import NodeAway
+from llmgw.server.truth import differences
+from llmgw.store.records import Change, Drop
+from llmgw.wire.messages import Done, FetchLog, Goaway
+
+LOG_LIMIT = 2**18
+ASK_TIMEOUT = 15.0
+
+
+class Unknown(LlmgwError):
+    """Nothing has this name."""
+
+
+class Outage(LlmgwError):
+    """It would leave a model without any replica, and nobody said that this is meant."""
+
+
+class Conflict(LlmgwError):
+    """It cannot be done as things stand; the text says why and what to do."""
+
+
+class Operations:
+    """Orders about what runs and where."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    # Nodes.
+
+    def drain(self, nodes: Sequence[str], deadline: float | None, force: bool, allow_outage: bool) -> Deferred[list[str]]:
+        """Move what runs on these nodes elsewhere. All of them are closed to new replicas first, so that nothing hops.
+
+        @param deadline: seconds after which what is left is stopped; None is C{timing.node_drain}.
+        @param force: do not wait for room elsewhere.
+        @return: sentences on what will happen.
+        @raise Outage: models would be without any replica.
+        """
+        return Deferred.fromCoroutine(self._drain(nodes, deadline, force or allow_outage))
+
+    async def _drain(self, nodes: Sequence[str], deadline: float | None, outage: bool) -> list[str]:
+        controller = self._controller
+        said: list[str] = []
+
+        def make() -> Iterable[Change]:
+            now = controller.clocks.wall()
+            until = now + (controller.timing.node_drain if deadline is None else deadline)
+            records = {
+                name: evolve(
+                    self._node(name),
+                    draining=True,
+                    cordoned=True,
+                    drain_deadline=until,
+                    outage=outage,
+                    reason="drained by an operator",
+                )
+                for name in nodes
+            }
+            draft = Draft(evolve(controller.world(), nodes={**controller.world().nodes, **records}))
+            homeless = self._homeless(draft, nodes)
+            if homeless and not outage:
+                raise Outage(
+                    f"{'; '.join(homeless)}. Say --allow-outage to drain all the same, or make room first: llmgw explain MODEL"
+                )
+            said.extend([f"{name} drains" for name in nodes] + homeless)
+            for name in nodes:
+                draft.say("drain", name, f"{name}: drain ordered", name)
+            return [*records.values(), *draft.events]
+
+        await controller.change(make)
+        return said
+
+    def _homeless(self, draft: Draft, nodes: Sequence[str]) -> list[str]:
+        """The models that nobody would serve any more, each with its sentence."""
+        room, said = ledger(draft), []
+        for name, replicas in group(draft.shards.values()).items():
+            ready = [replica for replica in replicas if replica.ready]
+            staying = [replica for replica in ready if not set(replica.nodes) & set(nodes)]
+            if ready and not staying and not self._fits(draft, room, name):
+                said.append(f"{name} would be served by nobody: {ready[0].id} runs there and no other node can run it")
+        return said
+
+    def _fits(self, draft: Draft, room: Ledger, name: str) -> bool:
+        model = draft.world.catalog.get(name)
+        if model is None or model.profile is None:
+            return False
+        return isinstance(room.place(want(draft, model, next_number(draft, name))), Placement)
+
+    def cordon(self, nodes: Sequence[str], on: bool) -> Deferred[int]:
+        """Close nodes to new replicas, or open them again, which also ends a drain."""
+
+        def make() -> Iterable[Change]:
+            draft = Draft(self._controller.world())
+            changes: list[Change] = []
+            for name in nodes:
+                node = self._node(name)
+                changes.append(
+                    evolve(node, cordoned=True)
+                    if on
+                    else evolve(node, cordoned=False, draining=False, drain_deadline=None, outage=False, quarantined_until=None)
+                )
+                draft.say("cordon", name, f"{name}: {'cordoned' if on else 'uncordoned'} by an operator", name)
+            return [*changes, *draft.events]
+
+        return self._controller.change(make)
+
+    def _node(self, name: str) -> NodeRecord:
+        record = self._controller.truth.nodes.get(name)
+        if record is None:
+            known = ", ".join(sorted(self._controller.truth.nodes)) or "none"
+            raise Unknown(f"no node is called {name}; known: {known}")
+        return record
+
+    def remove(self, name: str) -> Deferred[int]:
+        """Refuse a node from now on and forget what ran there. Its engines are not stopped."""
+
+        def make() -> Iterable[Change]:
+            node = self._node(name)
+            draft = Draft(self._controller.world())
+            left = [record for record in draft.shards.values() if record.allocation and record.allocation.node == name]
+            for record in left:
+                draft.drop(record)
+            gone = draft.node(node, next_node_state(node.state, NodeEvent.REMOVE), "removed by an operator")
+            return [gone, *differences(self._controller.truth, self._controller.truth.nodes, draft.shards, draft.events)]
+
+        done = self._controller.change(make)
+        return done.addCallback(self._close, name, "removed")
+
+    def reset(self, name: str) -> Deferred[int]:
+        """Let a node start anew: ends a quarantine, and lets a removed node or a new machine of that name join."""
+
+        def make() -> Iterable[Change]:
+            node = self._node(name)
+            draft = Draft(self._controller.world())
+            draft.say("node_reset", name, f"{name}: reset by an operator", name)
+            if node.state is NodeState.REMOVED:
+                return [Drop("node", name), *draft.events]
+            return [evolve(node, instance="", boot="", quarantined_until=None), *draft.events]
+
+        return self._controller.change(make)
+
+    def _close(self, revision: int, node: str, reason: str) -> int:
+        port = self._controller.emission.port
+        if port is not None and node in port.sessions():
+            port.close(node, Goaway(reason, self._controller.leadership.leader))
+        return revision
+
+    # Replicas.
+
+    def restart(self, model: str, node: str | None, number: int | None, allow_outage: bool) -> Deferred[list[str]]:
+        """Replace replicas by fresh ones, one at a time; also gives those that failed too often a new budget.
+
+        @return: the replicas concerned.
+        @raise Outage: the only ready replica would go before its successor is there.
+        """
+        return Deferred.fromCoroutine(self._restart(model, node, number, allow_outage))
+
+    async def _restart(self, model: str, node: str | None, number: int | None, allow_outage: bool) -> list[str]:
+        chosen: list[Replica] = []
+
+        def make() -> Iterable[Change]:
+            draft = Draft(self._controller.world())
+            here = [replica for replica in group(draft.shards.values()).get(model, []) if not replica.leaving]
+            chosen.extend(
+                replica
+                for replica in here
+                if (node is None or node in replica.nodes) and (number is None or number == replica.number)
+            )
+            if not chosen:
+                raise Unknown(f"{model} has no such replica; it has {', '.join(r.id for r in here) or 'none'}")
+            ready = [replica for replica in here if replica.ready]
+            if not allow_outage and len(ready) == 1 and ready[0] in chosen and not self._fits(draft, ledger(draft), model):
+                raise Outage(
+                    f"{ready[0].id} is the only ready replica of {model}, and there is no room for its successor beside it: "
+                    "say --allow-outage to have it stopped first"
+                )
+            for replica in chosen:
+                for shard in replica.shards:
+                    draft.put(evolve(shard, replace="restart ordered by an operator"))
+                draft.say("restart", replica.id, f"{replica.id}: restart ordered by an operator")
+            return differences(self._controller.truth, self._controller.truth.nodes, draft.shards, draft.events)
+
+        await self._controller.change(make)
+        return [replica.id for replica in chosen]
+
+    # Orphans.
+
+    def orphans(self) -> tuple[Orphan, ...]:
+        """Engines that run without a record."""
+        return self._controller.outcome.orphans if self._controller.outcome else ()
+
+    def adopt(self, shard: str, node: str | None) -> Deferred[str]:
+        """Make an orphan a replica of its model; it is replaced later where its generation is not the catalog's."""
+
+        def make(draft: Draft, orphan: Orphan) -> None:
+            model = draft.world.catalog.get(orphan.report.model)
+            if orphan.report.shard in draft.shards and draft.shards[orphan.report.shard].allocation is not None:
+                raise Conflict(f"{shard} on {orphan.node} cannot be adopted: {orphan.why}. Stop it: llmgw stop {shard}")
+            if model is None or model.profile is None:
+                raise Conflict(f"{shard} cannot be adopted: the catalog runs no model {orphan.report.model}. Apply one first")
+            adopt(draft, orphan.node, orphan.report, model.profile)
+
+        return self._on_orphan(shard, node, make, "adopted")
+
+    def stop(self, shard: str, node: str | None) -> Deferred[str]:
+        """Stop an orphan."""
+
+        def make(draft: Draft, orphan: Orphan) -> None:
+            known = draft.shards.get(shard)
+            if known is not None and known.allocation is not None:
+                raise Conflict(f"{shard} also runs on {known.allocation.node} and is wanted there; stop this copy on its node")
+            record = adopt(draft, orphan.node, orphan.report, None)
+            draft.move(evolve(record, wanted=Wanted.STOP, url="", key=""), ShardState.STOPPING, "stopped by an operator")
+
+        return self._on_orphan(shard, node, make, "is stopped")
+
+    def _on_orphan(self, shard: str, node: str | None, make_one: object, word: str) -> Deferred[str]:
+        return Deferred.fromCoroutine(self._orphan(shard, node, make_one, word))
+
+    async def _orphan(self, shard: str, node: str | None, make_one: object, word: str) -> str:
+        assert callable(make_one)
+        where: list[str] = []
+
+        def make() -> Iterable[Change]:
+            found = [o for o in self.orphans() if o.report.shard == shard and node in (None, o.node)]
+            if not found or not readable(shard):
+                raise Unknown(self._why_no_orphan(shard))
+            if len(found) > 1:
+                raise Conflict(f"{shard} runs on {' and '.join(o.node for o in found)}: say which with --node")
+            draft = Draft(self._controller.world())
+            make_one(draft, found[0])
+            where.append(found[0].node)
+            return differences(self._controller.truth, self._controller.truth.nodes, draft.shards, draft.events)
+
+        await self._controller.change(make)
+        return f"{shard} on {where[0]} {word}"
+
+    def _why_no_orphan(self, shard: str) -> str:
+        record = self._controller.truth.shards.get(shard)
+        if record is not None and record.allocation is not None:
+            return f"{shard} is no orphan: the catalog wants it. Lower its replicas or use llmgw restart {record.model}"
+        return f"no orphan is called {shard}: see llmgw orphans"
+
+    # Logs.
+
+    def logs(self, shard: str, attempt: int, offset: int, limit: int) -> Deferred[Done]:
+        """A piece of a shard's output, asked of its node.
+
+        @raise Unknown: no node is known to have it.
+        @raise NodeAway: its node has no link now.
+        """
+        node = self._whose(shard)
+        port: Port | None = self._controller.emission.port
+        leadership = self._controller.leadership
+        if port is None or node not in self._controller.members.present:
+            raise NodeAway(f"{node} has no link now, so the output of {shard} cannot be read; the engine's log is on the node")
+        operation = f"log:{leadership.epoch}:{self._controller.clocks.steady()}"
+        message = FetchLog(operation, leadership.epoch, leadership.leader, shard, attempt, offset, max(1, min(limit, LOG_LIMIT)))
+        return port.ask(node, message, ASK_TIMEOUT)
+
+    def _whose(self, shard: str) -> str:
+        record = self._controller.truth.shards.get(shard)
+        if record is not None and record.allocation is not None:
+            return record.allocation.node
+        told = ((name, here.told) for name, here in self._controller.members.present.items())
+        found = next((name for name, said in told if shard in said.shards), None)
+        if found is None:
+            known = ", ".join(sorted(r.shard for r in self._controller.truth.shards.values() if r.allocation)[:8]) or "none"
+            raise Unknown(f"no shard is called {shard}; known: {known}")
+        return found

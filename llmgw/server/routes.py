@@ -1,0 +1,174 @@
+"""The routing table: which endpoints serve which model, and why there are none where there are none.
+
+An endpoint stays while it may serve. It leaves when its replica is ordered away, when its agent says that it ended or is not
+healthy, or when its node is lost and its successor is ready; not because a node, a leader or a database is away. A leader that
+knows less than the table on disk (a lost store) goes on routing to what that table had until a node speaks against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from attrs import frozen
+from twisted.logger import Logger
+
+from llmgw.fleet.model import Catalog, Model
+from llmgw.fleet.node import NodeState
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
+from llmgw.planning.replicas import Replica, group
+from llmgw.planning.world import Told
+from llmgw.router.table import KeyEntry, RoutedEndpoint, RoutedModel, Table, endpoint
+from llmgw.store.records import KeyRecord
+
+log = Logger()
+
+
+@frozen
+class Known:
+    """What a table is made from. C{reasons} says by model why it has fewer endpoints than it should."""
+
+    catalog: Catalog
+    nodes: Mapping[str, NodeRecord]
+    shards: Mapping[str, ShardRecord]
+    keys: Mapping[str, KeyRecord]
+    reports: Callable[[str, str], ShardReport | None]
+    told: Mapping[str, Told]
+    reasons: Mapping[str, str]
+    epoch: int
+    secrets: Callable[[str], str]
+
+
+def build(known: Known, before: Table | None) -> Table:
+    """The table now. C{before} is the table in force, from which what this leader cannot judge is kept."""
+    replicas = group(known.shards.values())
+    models, endpoints = [], []
+    for model in known.catalog.models:
+        found = _static(known, model)
+        if model.profile is not None:
+            mine = replicas.get(model.name, [])
+            ours = _ours(known, model, mine)
+            found += ours + _inherited(known, model.name, before, enough=len(ours) >= max(1, model.replicas.min))
+        endpoints += found
+        models.append(_model(known, model, found))
+    models += _leftover(known, before, endpoints)
+    keys = tuple(_key(record) for record in known.keys.values() if record.revoked is None)
+    return Table(epoch=known.epoch, models=tuple(models), endpoints=tuple(endpoints), keys=keys)
+
+
+def _model(known: Known, model: Model, found: list[RoutedEndpoint]) -> RoutedModel:
+    routing = model.routing
+    return RoutedModel(
+        model.name,
+        model.aliases,
+        tuple(one.id for one in found),
+        routing.policy,
+        "" if found else known.reasons.get(model.name, f"{model.name} has no ready replica"),
+        routing.fallbacks,
+        routing.max_in_flight,
+        routing.max_waiting,
+        on_demand=model.profile is not None and model.replicas.min == 0 and model.replicas.max > 0,
+    )
+
+
+def _static(known: Known, model: Model) -> list[RoutedEndpoint]:
+    found = []
+    for number, static in enumerate(model.endpoints):
+        try:
+            key = known.secrets(static.key_file) if static.key_file else ""
+            name = f"static:{model.name}/{number}"
+            found.append(endpoint(name, static.url, model=static.model or model.name, key=key, share=static.share, static=True))
+        except (OSError, ValueError) as error:
+            log.error("endpoint {url} of {model} is left out: {error}", url=static.url, model=model.name, error=str(error))
+    return found
+
+
+def _ours(known: Known, model: Model, replicas: list[Replica]) -> list[RoutedEndpoint]:
+    serving = [replica for replica in replicas if _routable(known, replica)]
+    certain = [replica for replica in serving if not _on_lost_node(known, replica)]
+    enough = sum(replica.ready for replica in certain) >= max(1, model.replicas.min)
+    return [_endpoint(known, replica) for replica in (certain if enough else serving)]
+
+
+def _routable(known: Known, replica: Replica) -> bool:
+    head = replica.shards[0]
+    if not head.url or any(shard.wanted is not Wanted.RUN for shard in replica.shards):
+        return False
+    if any(shard.state not in (ShardState.READY, ShardState.UNKNOWN) for shard in replica.shards):
+        return False
+    return not any(_unhealthy(known, shard) for shard in replica.shards)
+
+
+def _unhealthy(known: Known, shard: ShardRecord) -> bool:
+    """Only a node with a link can say so now; what one said before it went away is old."""
+    if shard.allocation is None or shard.allocation.node not in known.told:
+        return False
+    report = known.reports(shard.allocation.node, shard.shard)
+    return report is not None and report.attempt == shard.attempt and not report.healthy
+
+
+def _on_lost_node(known: Known, replica: Replica) -> bool:
+    return any(name not in known.nodes or known.nodes[name].state is NodeState.LOST for name in replica.nodes)
+
+
+def _endpoint(known: Known, replica: Replica) -> RoutedEndpoint:
+    head = replica.shards[0]
+    report = known.reports(head.allocation.node, head.shard) if head.allocation else None
+    name = head.served[0] if head.served else head.model
+    return endpoint(replica.id, head.url, model=name, key=head.key, limit=report.limit if report else None)
+
+
+def _inherited(known: Known, model: str, before: Table | None, enough: bool = False) -> list[RoutedEndpoint]:
+    """Endpoints of replicas that this leader has no record of: routed while nothing speaks against them."""
+    if before is None or enough:
+        return []
+    recorded = {replica_of(record.shard) for record in known.shards.values() if record.model == model}
+    listed = next((routed.endpoints for routed in before.models if routed.name == model), ())
+    kept = [one for one in before.endpoints if one.id in listed and not one.static and one.id not in recorded]
+    return [one for one in kept if not _denied(known, one)]
+
+
+def _denied(known: Known, one: RoutedEndpoint) -> bool:
+    """Whether the node at that address has reported and does not list it as ready any more."""
+    for name, told in known.told.items():
+        record = known.nodes.get(name)
+        if record is None or record.facts is None or record.facts.address != one.host or not told.complete:
+            continue
+        if not any(r.state is ShardState.READY and one.port in r.ports[:1] for r in told.shards.values()):
+            return True
+    return False
+
+
+def _leftover(known: Known, before: Table | None, endpoints: list[RoutedEndpoint]) -> list[RoutedModel]:
+    """Models that the catalog does not name (any more) but that still run: as long as nobody orders them away.
+
+    C{endpoints} is extended by theirs.
+    """
+    replicas = group(known.shards.values())
+    names = [*replicas, *(routed.name for routed in (before.models if before else ()))]
+    models = []
+    for name in dict.fromkeys(names):
+        if known.catalog.get(name) is not None:
+            continue
+        found = [_endpoint(known, replica) for replica in replicas.get(name, []) if _routable(known, replica)]
+        found += _inherited(known, name, before)
+        if found:
+            endpoints += found
+            models.append(RoutedModel(name, endpoints=tuple(one.id for one in found)))
+    return models
+
+
+def _key(record: KeyRecord) -> KeyEntry:
+    return KeyEntry(
+        record.id,
+        record.digest,
+        record.name,
+        record.team,
+        tuple(record.models),
+        record.rpm,
+        record.tpm,
+        record.tpd,
+        record.concurrency,
+        record.priority,
+        record.expires,
+    )

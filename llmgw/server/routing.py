@@ -1,0 +1,140 @@
+"""The routing table on its way to the routers, and their word that they no longer route to a replica.
+
+A table that equals the one in force is not published again. A drain waits for the acknowledgement of every router; one that
+does not answer in time is replaced by its owner, and its successor reads the new table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from twisted.internet.defer import Deferred
+from twisted.logger import Logger
+from twisted.python.failure import Failure
+
+from llmgw.errors import LlmgwError
+from llmgw.fleet.shard import Wanted, replica_of
+from llmgw.planning.reconcile import Outcome
+from llmgw.router.table import Table
+from llmgw.server.membership import Membership
+from llmgw.server.routes import Known, build
+from llmgw.server.truth import Truth
+
+
+class Routers(Protocol):
+    """What is used of L{llmgw.server.workers.RouterWorkers}."""
+
+    def publish(self, table: Table) -> int:
+        """Have every worker route by this table; returns the version it got."""
+
+    def when_routing(self, version: int, timeout: float) -> Deferred[Any]:
+        """Fires when every worker routes by this version or a later one."""
+
+    def in_flight(self, endpoint_id: str) -> int:
+        """How many requests run on an endpoint, over all workers."""
+
+
+class Routing:
+    """The table in force.
+
+    @ivar before: the last table, at first the one that was on disk.
+    @ivar unrouted: replicas that are leaving and that no router sends requests to any more.
+    @ivar draining: whether any replica is on its way out, so that its requests should be watched.
+    """
+
+    log = Logger()
+    PATIENCE = 10.0
+
+    def __init__(self, routers: Routers, news: Callable[[], None]) -> None:
+        self._routers = routers
+        self._news = news
+        self._secrets: dict[str, str] = {}
+        self._waiting: set[str] = set()
+        self._leaving: set[str] = set()
+        self._published = False
+        self.before: Table | None = None
+        self.unrouted: set[str] = set()
+
+    @property
+    def draining(self) -> bool:
+        """See the class."""
+        return bool(self._leaving)
+
+    def forget_secrets(self) -> None:
+        """Read key files again: they may have changed."""
+        self._secrets.clear()
+        self._published = False
+
+    def idle(self) -> frozenset[str]:
+        """Leaving replicas on which nothing runs any more."""
+        return frozenset(replica for replica in self.unrouted & self._leaving if self._routers.in_flight(replica) == 0)
+
+    def publish(self, truth: Truth, members: Membership, outcome: Outcome | None, epoch: int) -> None:
+        """Make the table from the truth and give it to the routers if it says anything new."""
+        known = Known(
+            truth.catalog,
+            truth.nodes,
+            truth.shards,
+            truth.keys,
+            members.report_of,
+            {name: here.told for name, here in members.present.items()},
+            reasons(outcome),
+            epoch,
+            self._secret,
+        )
+        table = build(known, self.before)
+        if not self._published or self.before is None or not same(table, self.before):
+            try:
+                version = self._routers.publish(table)
+            except (OSError, LlmgwError) as error:
+                self.log.error("the routing table cannot be written, the old one stays in force: {error}", error=str(error))
+                return
+            self.before = msgspec.structs.replace(table, version=version)
+            self._published = True
+        self._follow_leaving(truth)
+
+    def _secret(self, path: str) -> str:
+        if path not in self._secrets:
+            self._secrets[path] = Path(path).read_text(encoding="utf-8").strip()
+        return self._secrets[path]
+
+    def _follow_leaving(self, truth: Truth) -> None:
+        """Wait for the word of all routers on each replica that is leaving."""
+        shards = [record for record in truth.shards.values() if record.allocation is not None]
+        self._leaving = {replica_of(r.shard) for r in shards if r.wanted is not Wanted.RUN}
+        self.unrouted &= self._leaving
+        self._waiting &= self._leaving
+        fresh = self._leaving - self.unrouted - self._waiting
+        if not fresh or self.before is None:
+            return
+        self._waiting |= fresh
+        when = self._routers.when_routing(self.before.version, self.PATIENCE)
+        when.addErrback(self._late).addCallback(self._acknowledged, fresh)
+        when.addErrback(lambda failure: self.log.failure("while waiting for routers", failure))
+
+    def _late(self, failure: Failure) -> None:
+        """A worker that is silent for so long has been replaced, and its successor reads the table on disk."""
+        failure.trap(LlmgwError)
+        self.log.warn("not every router has acknowledged the routing table: {error}", error=str(failure.value))
+
+    def _acknowledged(self, _: object, replicas: set[str]) -> None:
+        self._waiting -= replicas
+        self.unrouted |= replicas & self._leaving
+        self._news()
+
+
+def same(one: Table, other: Table) -> bool:
+    """Whether two tables route alike. What the routers' owner fills in does not count."""
+    return (one.models, one.keys, one.epoch) == (other.models, other.keys, other.epoch) and [
+        msgspec.structs.replace(e, row=0) for e in one.endpoints
+    ] == [msgspec.structs.replace(e, row=0) for e in other.endpoints]
+
+
+def reasons(outcome: Outcome | None) -> dict[str, str]:
+    """By model, why it has fewer replicas than it should."""
+    if outcome is None:
+        return {}
+    return dict(outcome.notes) | {model: pending.explanation.line() for model, pending in outcome.pending.items()}

@@ -1,0 +1,233 @@
+"""llmgw-server put together: sockets, router workers, store, leadership, fleet port, controller; and their order.
+
+The router comes first: its sockets are bound and its workers route by the table on disk before the store is even opened, so a
+database that is away delays orders, not answers. What nobody but an operator can change (an address in use, a store locked by
+another server, a bad certificate) ends the daemon with one sentence; what may pass by itself is tried again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from attrs import evolve
+from twisted.application.service import Service
+from twisted.internet.defer import CancelledError, Deferred, DeferredList
+from twisted.internet.task import deferLater
+from twisted.logger import Logger
+from twisted.python.failure import Failure
+
+from llmgw.config.server import ServerSettings
+from llmgw.daemon import give_up
+from llmgw.errors import LlmgwError
+from llmgw.server.catalogs import Catalogs
+from llmgw.server.controller import Controller
+from llmgw.server.fleetport import FleetPort
+from llmgw.server.keys import Keys
+from llmgw.server.operations import Operations
+from llmgw.server.status import Status
+from llmgw.server.workers import RouterWorkers
+from llmgw.store.errors import StoreError
+from llmgw.store.lease import SqliteLeadership
+from llmgw.store.sql import SqlStore
+from llmgw.wire.tls import TlsIdentity, read_identity
+
+PASSING = ("full", "unreachable", "timeout", "busy", "failed")
+AGAIN = 5.0
+STOP_WITHIN = 1.8
+
+
+class Server(Service):
+    """The daemon.
+
+    @ivar controller: the control plane; also where there is no fleet, since keys and the catalog go through it.
+    """
+
+    log = Logger()
+
+    def __init__(self, settings: ServerSettings, reactor: Any) -> None:
+        self.setName("server")
+        self._reactor = reactor
+        self._at_once = False
+        self._up: list[Callable[[], None]] = []
+        self._is_up = False
+        self._starting: Deferred[None] | None = None
+        self._identity: TlsIdentity | None = None
+        self.settings = settings
+        self.workers = RouterWorkers(reactor, settings.router, settings.state)
+        self.port: FleetPort | None = None
+        self._build("", settings.name)
+
+    def _build(self, fleet: str, name: str) -> None:
+        """Make what depends on who we are, which only the certificate knows."""
+        settings = self.settings
+        addresses = (str(settings.fleet.advertise),) if settings.fleet else ()
+        self.store = SqlStore(settings.store, self._reactor, fleet, name)
+        self.leadership = SqliteLeadership(self.store, addresses)
+        self.controller = Controller(
+            self._reactor, name, settings.timing, self.store, self.leadership, self.workers, random.SystemRandom()
+        )
+        self.controller.remarks = settings.warnings
+        self.leadership.watch(self.controller.epoch_moved)
+        self.catalogs = Catalogs(self.controller)
+        self.keys = Keys(self.controller)
+        self.operations = Operations(self.controller)
+        self.view = Status(self.controller, lambda: self.role, self.workers.in_flight)
+
+    # What the tap asks.
+
+    @property
+    def role(self) -> str:
+        """C{leader}, C{standby} or C{router}."""
+        if self.settings.fleet is None:
+            return "router"
+        return "leader" if self.controller.leading and self.leadership.may_act() else "standby"
+
+    def status(self) -> str:
+        """One line for C{systemctl status}."""
+        return self.view.line()
+
+    def when_up(self, ready: Callable[[], None]) -> None:
+        """Call C{ready} once everything that should listen does."""
+        self._up.append(ready)
+
+    def interrupted(self) -> None:
+        """SIGINT: the router stops accepting at once."""
+        self._at_once = True
+
+    def reload(self, settings: ServerSettings) -> None:
+        """SIGHUP: take the catalog and the certificates of a new file; the rest needs a restart.
+
+        @raise LlmgwError: a certificate cannot be used; then nothing is taken.
+        """
+        if self.port is not None and settings.fleet is not None:
+            self.port.reload(settings.fleet)
+        self.workers.certificates()
+        self.controller.routing.forget_secrets()
+        fixed = evolve(settings, catalog=self.settings.catalog, warnings=self.settings.warnings)
+        if fixed != self.settings:
+            self.log.warn("only models, secrets and certificates are reloaded; the other changes need a restart")
+        self._take_catalog(settings, "SIGHUP")
+
+    def _take_catalog(self, settings: ServerSettings, origin: str) -> None:
+        applied = self.catalogs.apply(settings.catalog, origin)
+        applied.addCallback(lambda done: self.log.info("{origin}: {what}", origin=origin, what="; ".join(done.lines)))
+        applied.addErrback(self._refused, origin)
+
+    def _refused(self, failure: Failure, origin: str) -> None:
+        failure.trap(LlmgwError)
+        self.log.error("{origin}: the catalog in force stays: {error}", origin=origin, error=str(failure.value))
+
+    # Starting.
+
+    def startService(self) -> None:
+        """Begin; what cannot work is said in one sentence, and the daemon ends."""
+        super().startService()
+        try:
+            self._listen()
+        except (LlmgwError, OSError) as error:
+            give_up(self._reactor, f"llmgw-server cannot start: {error}")
+            return
+        self._starting = Deferred.fromCoroutine(self._start())
+        self._starting.addErrback(self._cannot)
+
+    def _listen(self) -> None:
+        self.settings.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.settings.fleet is not None:
+            self._identity = read_identity(self.settings.fleet.tls, "server")
+            self._build(self._identity.own.fleet, self._identity.own.name)
+        self.workers.listen()
+        self.workers.on_demand = self._demanded
+        self.controller.routing.before = self.workers.table
+        self.workers.start()
+
+    def _demanded(self, model: str) -> None:
+        """A request waits for a model that sleeps."""
+        if self.controller.demand.get(model, 0) < 1:
+            self.controller.demand[model] = 1
+            self.controller.touch()
+
+    def _cannot(self, failure: Failure) -> None:
+        if failure.check(CancelledError):
+            return
+        if not failure.check(LlmgwError):
+            self.log.failure("while starting", failure)
+        give_up(self._reactor, f"llmgw-server cannot start: {failure.value}")
+
+    async def _start(self) -> None:
+        opened = await self._open()
+        await self.leadership.start()
+        snapshot = await self.store.load()
+        self.controller.begin(snapshot, opened.fresh)
+        await self._first_catalog()
+        self._serve_fleet()
+        self.controller.go()
+        self._starting = None
+        self._is_up = True
+        for ready in self._up:
+            ready()
+        self.log.info("{name} is up: {status}", name=self.controller.name, status=self.status())
+
+    async def _open(self) -> Any:
+        """Open the store; wait for one that is only away."""
+        while True:
+            try:
+                return await self.store.open()
+            except StoreError as error:
+                if error.code not in PASSING:
+                    raise
+                self.log.error("the store cannot be opened, the router goes on with its last table: {error}", error=str(error))
+                self.controller.failing = str(error)
+            await deferLater(self._reactor, AGAIN)
+
+    def _serve_fleet(self) -> None:
+        settings, fleet = self.settings, self.settings.fleet
+        if fleet is None or self._identity is None:
+            return
+        own = self._identity.own
+        self.port = FleetPort(self._reactor, fleet, own.name, own.fleet, self.leadership, settings.timing, self.controller)
+        self.controller.attach(self.port)
+        self.port.startService()
+
+    async def _first_catalog(self) -> None:
+        """The start of a server on SQLite makes its file's models a revision."""
+        await self.keys.recover(self.workers.table)
+        try:
+            done = await self.catalogs.apply(self.settings.catalog, f"start with {self.settings.path}")
+        except StoreError:
+            raise
+        except LlmgwError as error:
+            self.log.error("the catalog in force stays: {error}", error=str(error))
+            self.controller.remarks = (*self.controller.remarks, f"{self.settings.path} was not taken: {error}")
+        else:
+            self.log.info("catalog {number}: {what}", number=done.revision, what="; ".join(done.lines))
+
+    # Stopping.
+
+    def stopService(self) -> Deferred[None]:
+        """Let go of everything, in less than two seconds whatever the others do. Engines and router workers go on."""
+        super().stopService()
+        return Deferred.fromCoroutine(self._stop())
+
+    async def _stop(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+        self.controller.end()
+        port = self.port.stopService() if self.port is not None and self.port.running else None
+        released = self.leadership.release() if self.leadership.may_act() else None
+        first = [self.workers.stop(self._at_once), *(each for each in (port, released) if each is not None)]
+        await self._bounded(DeferredList(first, consumeErrors=True), "the links and the lease")
+        await self._bounded(self.store.close(), "the store")
+
+    async def _bounded(self, work: Deferred[Any], what: str) -> None:
+        work.addTimeout(STOP_WITHIN / 2, self._reactor)
+        try:
+            await work
+        except Exception as error:  # nothing may keep the daemon from ending
+            self.log.warn("stopping {what}: {error}", what=what, error=str(error) or type(error).__name__)
+
+
+def make_server(settings: ServerSettings, reactor: Any) -> Server:
+    """The server's service. Nothing is opened before it starts."""
+    return Server(settings, reactor)

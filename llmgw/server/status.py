@@ -1,0 +1,231 @@
+"""The fleet as one object for C{llmgw status --json}: what is wanted, what is there, and why they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from llmgw.fleet.model import Model
+from llmgw.fleet.node import Device, NodeState
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ShardReport, ShardState
+from llmgw.planning.adopt import Orphan
+from llmgw.planning.replicas import Replica, group
+from llmgw.planning.rollout import wanted
+from llmgw.planning.world import Draft
+from llmgw.server.controller import Controller
+from llmgw.server.routing import reasons
+
+Data = dict[str, Any]
+
+
+class Status:
+    """Everything people ask to see.
+
+    @param role: C{leader}, C{standby} or C{router}.
+    @param in_flight: requests under way on an endpoint.
+    """
+
+    def __init__(self, controller: Controller, role: Callable[[], str], in_flight: Callable[[str], int]) -> None:
+        self._controller = controller
+        self._role = role
+        self._in_flight = in_flight
+
+    def all(self) -> Data:
+        """The whole object."""
+        return {
+            "server": self.server(),
+            "nodes": self.nodes(),
+            "models": self.models(),
+            "orphans": [orphan_data(orphan) for orphan in self._orphans()],
+        }
+
+    def server(self) -> Data:
+        """This server: C{notes} are remarks that somebody should read."""
+        controller = self._controller
+        return {
+            "name": controller.name,
+            "role": self._role(),
+            "epoch": controller.leadership.epoch,
+            "catalog": controller.truth.catalog_revision,
+            "revision": controller.truth.revision,
+            "notes": self._notes(),
+        }
+
+    def _notes(self) -> list[str]:
+        controller = self._controller
+        found = [f"the store does not work, nothing is changed: {controller.failing}"] if controller.failing else []
+        held = controller.outcome.holding if controller.outcome else None
+        if held is not None and held.brake:
+            found.append(held.text)
+        return found + list(controller.remarks)
+
+    def _orphans(self) -> Iterable[Orphan]:
+        return self._controller.outcome.orphans if self._controller.outcome else ()
+
+    def nodes(self) -> list[Data]:
+        """All nodes by name."""
+        return [self._node(record) for _, record in sorted(self._controller.truth.nodes.items())]
+
+    def _node(self, record: NodeRecord) -> Data:
+        here = self._controller.members.present.get(record.name)
+        facts = here.facts if here else record.facts
+        now = self._controller.clocks.wall()
+        flags = [name for name in ("cordoned", "draining") if getattr(record, name)]
+        flags += ["quarantined"] if record.quarantined_until and record.quarantined_until > now else []
+        holders: dict[str, list[str]] = {}
+        for shard in self._controller.truth.shards.values():
+            if shard.allocation and shard.allocation.node == record.name and shard.state is not ShardState.FAILED:
+                for uuid in shard.allocation.devices:
+                    holders.setdefault(uuid, []).append(shard.shard)
+        return {
+            "name": record.name,
+            "state": record.state,
+            "flags": flags,
+            "version": facts.version if facts else "",
+            "address": facts.address if facts else "",
+            "devices": [_device(device, holders) for device in facts.inventory.devices] if facts else [],
+            "memory": facts.inventory.memory_total if facts else None,
+            "memory_available": facts.inventory.memory_available if facts else None,
+            "cpus": facts.inventory.cpus if facts else None,
+            "installations": [
+                {"name": i.name, "adapter": i.adapter, "version": i.version, "problem": i.problem} for i in facts.installations
+            ]
+            if facts
+            else [],
+            "labels": dict(facts.labels) if facts else {},
+            "fabrics": [fabric.name for fabric in facts.fabrics] if facts else [],
+            "since": record.since,
+            "reason": record.reason,
+            "certificate_expires": record.certificate_expires,
+            "notes": [facts.inventory.problem] if facts and facts.inventory.problem else [],
+        }
+
+    def models(self) -> list[Data]:
+        """All models of the catalog in its order, then those that only run."""
+        controller = self._controller
+        replicas = group(controller.truth.shards.values())
+        models = list(controller.truth.catalog.models)
+        left = [Model(name) for name in sorted(replicas) if controller.truth.catalog.get(name) is None]
+        said = reasons(controller.outcome)
+        return [self._model(model, replicas.get(model.name, []), said.get(model.name, "")) for model in [*models, *left]]
+
+    def _model(self, model: Model, replicas: list[Replica], reason: str) -> Data:
+        shown = [self._replica(replica) for replica in replicas]
+        ready = sum(replica.ready for replica in replicas)
+        want = wanted(Draft(self._controller.world()), model) if model.profile else 0
+        endpoints = [{"url": endpoint.url, "model": endpoint.model or model.name} for endpoint in model.endpoints]
+        return {
+            "name": model.name,
+            "aliases": list(model.aliases),
+            "wanted": want,
+            "ready": ready,
+            "reason": reason or self._worst(shown, ready, want),
+            "generation": model.generation,
+            "replicas": shown,
+            "endpoints": endpoints,
+            "in_flight": sum(self._in_flight(one.id) for one in replicas)
+            + sum(self._in_flight(f"static:{model.name}/{number}") for number in range(len(endpoints))),
+        }
+
+    @staticmethod
+    def _worst(replicas: list[Data], ready: int, want: int) -> str:
+        """Each replica shows its own reason; the model's is only for what no replica says."""
+        return "" if ready >= want or replicas else "not placed yet"
+
+    def _replica(self, replica: Replica) -> Data:
+        head = replica.shards[0]
+        return {
+            "id": replica.id,
+            "generation": replica.generation,
+            "state": replica.state,
+            "endpoint": head.url or None,
+            "shards": [self._shard(shard) for shard in replica.shards],
+        }
+
+    def _shard(self, record: ShardRecord) -> Data:
+        assert record.allocation is not None
+        node = record.allocation.node
+        report = self._controller.members.report_of(node, record.shard)
+        report = report if report and report.attempt == record.attempt else None
+        running = report is not None and report.state.live and record.state.live
+        return {
+            "id": record.shard,
+            "node": node,
+            "rank": record.rank,
+            "attempt": record.attempt,
+            "state": record.state,
+            "pid": report.pid if report and running else None,
+            "port": record.allocation.ports[0] if record.allocation.ports else None,
+            "since": record.since,
+            "reason": record.reason or (record.last_reason if record.state is not ShardState.READY else ""),
+            "first_reason": record.first_reason,
+            "last_reason": record.last_reason,
+            "crashes": len(record.crashes),
+            "next_at": record.next_at,
+            "devices": list(record.allocation.devices),
+            "gpus": self._indexes(record),
+            "adopted": record.adopted,
+            **(_said(report) if report else {}),
+        }
+
+    def _indexes(self, record: ShardRecord) -> list[int]:
+        assert record.allocation is not None
+        node = self._controller.truth.nodes.get(record.allocation.node)
+        devices = node.facts.inventory.devices if node and node.facts else ()
+        return [device.index for device in devices if device.uuid in record.allocation.devices]
+
+    def line(self) -> str:
+        """The one line of C{systemctl status}."""
+        controller = self._controller
+        nodes = controller.truth.nodes.values()
+        ready = sum(node.state is NodeState.READY for node in nodes)
+        replicas = [replica for found in group(controller.truth.shards.values()).values() for replica in found]
+        serving = sum(replica.ready for replica in replicas)
+        role = self._role()
+        if role == "router":
+            return f"router for {len(controller.truth.catalog.models)} models"
+        lead = f"{role} epoch {controller.leadership.epoch}"
+        return f"{lead}, {ready}/{len(nodes)} nodes ready, {serving}/{len(replicas)} replicas ready"
+
+
+def _said(report: ShardReport) -> Data:
+    return {
+        "version": report.version,
+        "installation": report.installation,
+        "progress": report.progress,
+        "phase": report.phase,
+        "healthy": report.healthy,
+        "conditions": list(report.conditions),
+    }
+
+
+def _device(device: Device, holders: dict[str, list[str]]) -> Data:
+    return {
+        "uuid": device.uuid,
+        "index": device.index,
+        "name": device.name,
+        "memory_total": device.memory_total,
+        "memory_used": device.memory_used,
+        "problem": device.problem,
+        "missing_since": device.missing_since,
+        "shards": holders.get(device.uuid, []),
+    }
+
+
+def orphan_data(orphan: Orphan) -> Data:
+    """One orphan for people and programs."""
+    report = orphan.report
+    return {
+        "shard": report.shard,
+        "node": orphan.node,
+        "model": report.model,
+        "generation": report.generation,
+        "attempt": report.attempt,
+        "state": report.state,
+        "pid": report.pid,
+        "port": report.ports[0] if report.ports else None,
+        "devices": list(report.devices),
+        "since": report.since,
+        "reason": orphan.why,
+    }

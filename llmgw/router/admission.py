@@ -25,7 +25,7 @@ from twisted.logger import Logger
 from llmgw.router.choose import NOTHING, Candidate, Group
 from llmgw.router.scoreboard import DONE, HEAD, WAITING, Scoreboard
 
-POLL = 0.004
+POLL = 0.003
 PATIENCE = 0.025
 AGEING = 20.0
 LONGEST_RETRY = 30

@@ -11,6 +11,7 @@ from llmgw.fleet.model import Model, Profile
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import Allocation, ShardReport, ShardState
+from llmgw.planning.orders import attempt_id
 from llmgw.planning.replicas import group
 from llmgw.planning.rollout import wanted
 from llmgw.planning.world import Draft
@@ -109,6 +110,7 @@ def adopt(draft: Draft, node: str, report: ShardReport, profile: Profile | None)
         allocation=allocation,
         served=order.served if order else (report.model,),
         placed_revision=draft.world.revision,
+        operation=attempt_id(report.shard, report.attempt, draft.world.epoch, draft.world.revision),
         url=report.url if report.state is ShardState.READY else "",
         key=report.key if report.state is ShardState.READY else "",
         adopted=True,

@@ -13,6 +13,7 @@ from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState, Wanted
 from llmgw.fleet.units import show_duration
+from llmgw.planning.orders import attempt_id
 from llmgw.planning.world import Draft, Told
 
 _ENDED = (ShardState.STOPPED, ShardState.FAILED, ShardState.BACKOFF)
@@ -36,7 +37,7 @@ def observe(draft: Draft, record: ShardRecord) -> None:
         _older(draft, record, report, told)
     else:
         if report.attempt > record.attempt:
-            record = draft.put(evolve(record, attempt=report.attempt, generation=report.generation))
+            record = draft.put(_caught_up(draft, record, report))
         declined = draft.world.declined.get(record.shard)
         known = declined is not None and declined.attempt == record.attempt and record.wanted is Wanted.RUN
         if report.state is ShardState.FAILED and known and declined and record.state not in _RESTING:
@@ -45,6 +46,12 @@ def observe(draft: Draft, record: ShardRecord) -> None:
             _ended(draft, record, report.state, _reason(report))
         else:
             _alive(draft, record, report)
+
+
+def _caught_up(draft: Draft, record: ShardRecord, report: ShardReport) -> ShardRecord:
+    """The record of a store that was restored from an older copy, with what the fleet knows better."""
+    operation = attempt_id(record.shard, report.attempt, draft.world.epoch, draft.world.revision)
+    return evolve(record, attempt=report.attempt, generation=report.generation, operation=operation)
 
 
 def _cover(draft: Draft, record: ShardRecord, node: str) -> None:

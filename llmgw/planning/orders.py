@@ -18,8 +18,16 @@ _RESTING = (ShardState.BACKOFF, ShardState.FAILED)
 
 
 def operation(record: ShardRecord, wanted: Wanted) -> str:
-    """The id of an effect: equal for the same effect under whichever leader, different for every other one."""
-    return f"{wanted}:{record.shard}:{record.attempt}:{record.placed_revision}"
+    """The id of an effect: equal for the same effect under whichever leader, different for every other one.
+
+    C{record.operation} names the attempt uniquely, also after a store was lost and numbers begin anew.
+    """
+    return f"{wanted}:{record.operation}"
+
+
+def attempt_id(shard: str, attempt: int, epoch: int, revision: int) -> str:
+    """A name for an attempt that no other one ever had: an epoch that an agent has seen is never used again."""
+    return f"{shard}:{attempt}:{epoch}.{revision}"
 
 
 def orders(

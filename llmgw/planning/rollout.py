@@ -19,6 +19,7 @@ from llmgw.fleet.shard import ShardState, Wanted, shard_id
 from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import ledger, next_number, want
+from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.world import Draft
@@ -235,6 +236,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
             served=(model.name, *model.aliases),
             allocation=evolve(shard.allocation, ports=own, head_port=head_port),
             placed_revision=draft.world.revision,
+            operation=attempt_id(shard.shard, attempt, draft.world.epoch, draft.world.revision),
         )
         draft.move(changed, ShardState.PLACED, f"attempt {attempt}")
 
@@ -252,10 +254,11 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
     for husk in [record for record in draft.shards.values() if record.model == model.name and record.allocation is None]:
         del draft.shards[husk.shard]
     for allocation in result.allocations:
+        shard = shard_id(result.replica, allocation.rank)
         devices = f" on {len(allocation.devices)} devices" if allocation.devices else ""
         draft.put(
             ShardRecord(
-                shard_id(result.replica, allocation.rank),
+                shard,
                 model.name,
                 number,
                 allocation.rank,
@@ -271,10 +274,10 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
                 first_reason=instead.shards[0].first_reason if instead else "",
                 last_reason=instead.shards[0].last_reason if instead else "",
                 placed_revision=draft.world.revision,
+                operation=attempt_id(shard, 1, draft.world.epoch, draft.world.revision),
                 excluded=excluded or {},
             )
         )
-        shard = shard_id(result.replica, allocation.rank)
         draft.say("placed", shard, f"{shard}: placed on {allocation.node}{devices}", allocation.node, after="placed")
     return True
 

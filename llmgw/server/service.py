@@ -96,6 +96,10 @@ class Server(Service):
         """SIGINT: the router stops accepting at once."""
         self._at_once = True
 
+    def metrics(self) -> Deferred[str]:
+        """The Prometheus text of routers and control plane."""
+        return self.workers.metrics()
+
     def reload(self, settings: ServerSettings) -> None:
         """SIGHUP: take the catalog and the certificates of a new file; the rest needs a restart.
 

@@ -121,10 +121,14 @@ def fleet_of(connection: Connection) -> str:
     return found or ""
 
 
-def events(connection: Connection, after: int, limit: int) -> list[FleetEvent]:
-    """Events with higher numbers, the oldest first."""
-    found = select(schema.events).where(schema.events.c.number > after).order_by(schema.events.c.number).limit(limit)
-    return [evolve(from_text(row.body, FleetEvent), number=row.number) for row in connection.execute(found)]
+def events(connection: Connection, after: int | None, limit: int) -> list[FleetEvent]:
+    """Events with higher numbers than C{after}, or the last ones where it is None; the oldest first."""
+    number = schema.events.c.number
+    if after is None:
+        rows = list(connection.execute(select(schema.events).order_by(number.desc()).limit(limit)))[::-1]
+    else:
+        rows = list(connection.execute(select(schema.events).where(number > after).order_by(number).limit(limit)))
+    return [evolve(from_text(row.body, FleetEvent), number=row.number) for row in rows]
 
 
 def add_usage(connection: Connection, batch: str, rows: list[UsageRow], now: float) -> bool:

@@ -113,8 +113,8 @@ class SqlStore:
         revision: int = connection.execute(select(fence.c.revision)).scalar_one()
         return revision
 
-    def events(self, after: int = 0, limit: int = 1000) -> Deferred[list[FleetEvent]]:
-        """Events with numbers above C{after}, the oldest first, at most C{limit}."""
+    def events(self, after: int | None = 0, limit: int = 1000) -> Deferred[list[FleetEvent]]:
+        """Events with numbers above C{after}, or the last ones where it is None; the oldest first, at most C{limit}."""
         return self.read("read events", lambda connection: rows.events(connection, after, limit))
 
     def add_usage(self, batch: str, usage: Sequence[UsageRow]) -> Deferred[bool]:

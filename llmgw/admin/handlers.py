@@ -1,0 +1,249 @@
+"""What the admin API does, one coroutine per route: fields in, an object out; errors are raised as values.
+
+An answer meant for people has C{text} or C{lines}; everything else in it is for programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+from twisted.internet.defer import CancelledError, Deferred
+
+from llmgw.admin.errors import BadRequest
+from llmgw.admin.fields import Fields
+from llmgw.config.catalog import read_catalog
+from llmgw.fleet.events import FleetEvent
+from llmgw.fleet.units import show_duration
+from llmgw.planning.explanation import heading
+from llmgw.planning.reconcile import explain
+from llmgw.server.operations import Conflict, Unknown
+from llmgw.server.service import Server
+from llmgw.server.status import orphan_data
+from llmgw.store.records import KeyRecord
+
+Data = dict[str, Any]
+Handler = Callable[[Fields], Awaitable[Data]]
+MAX_WAIT = 60.0
+MAX_EVENTS = 1000
+
+
+class Handlers:
+    """All routes."""
+
+    def __init__(self, server: Server, reactor: Any) -> None:
+        self._server = server
+        self._reactor = reactor
+
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        """By method and path."""
+        return {
+            ("GET", "/v1/status"): self.status,
+            ("GET", "/v1/explain"): self.explain,
+            ("POST", "/v1/apply"): self.apply,
+            ("GET", "/v1/events"): self.events,
+            ("POST", "/v1/drain"): self.drain,
+            ("POST", "/v1/cordon"): self.cordon,
+            ("POST", "/v1/uncordon"): self.uncordon,
+            ("POST", "/v1/restart"): self.restart,
+            ("GET", "/v1/orphans"): self.orphans,
+            ("POST", "/v1/adopt"): self.adopt,
+            ("POST", "/v1/stop"): self.stop,
+            ("GET", "/v1/logs"): self.logs,
+            ("GET", "/v1/nodes"): self.nodes,
+            ("POST", "/v1/node/reset"): self.node_reset,
+            ("POST", "/v1/node/remove"): self.node_remove,
+            ("GET", "/v1/keys"): self.keys,
+            ("POST", "/v1/keys"): self.create_key,
+            ("POST", "/v1/keys/revoke"): self.revoke_key,
+            ("GET", "/v1/refusals"): self.refusals,
+        }
+
+    async def status(self, fields: Fields) -> Data:
+        """Everything."""
+        return self._server.view.all()
+
+    async def nodes(self, fields: Fields) -> Data:
+        """The nodes."""
+        return {"nodes": self._server.view.nodes()}
+
+    async def explain(self, fields: Fields) -> Data:
+        """Why a model has the replicas it has."""
+        name = fields.text("model")
+        controller = self._server.controller
+        model = next((one for one in self._server.view.models() if one["name"] == name or name in one["aliases"]), None)
+        if model is None:
+            known = ", ".join(one.name for one in controller.truth.catalog.models) or "none"
+            raise Unknown(f"the catalog has no model {name}; it has: {known}")
+        answer: Data = {"model": model["name"], "wanted": model["wanted"], "ready": model["ready"]}
+        why = explain(controller.world(), controller.outcome, model["name"]) if controller.outcome else None
+        if why is None:
+            return answer | {
+                "text": f"{model['name']} wants {model['wanted']} and has {model['ready']} ready.",
+                "lines": _each(model),
+            }
+        head = heading(why, model["wanted"], len(model["replicas"]))
+        return answer | {"text": head, "lines": _each(model) + why.lines(), "explanation": why.data()}
+
+    async def apply(self, fields: Fields) -> Data:
+        """A new catalog."""
+        path = fields.text("path", "catalog")
+        new = read_catalog(Path(path), fields.text("text"))
+        removals, dry = fields.flag("allow_removals"), fields.flag("dry_run")
+        revision = fields.integer("check_revision", None, low=0)
+        done = await self._server.catalogs.apply(
+            new, f"apply {path}", allow_removals=removals, check_revision=revision, dry_run=dry
+        )
+        now = self._server.controller.truth.catalog_revision
+        text = f"catalog {now} -> {done.revision} would" if dry else f"catalog {done.revision}"
+        lines = [f"  {line}" for line in done.lines]
+        if dry:
+            lines.append(f"Nothing was done. Apply it with: llmgw apply {path} --check-revision {now}")
+        return {
+            "text": text,
+            "lines": lines,
+            "revision": done.revision,
+            "added": [model.name for model in done.diff.added],
+            "changed": [change.name for change in done.diff.changed],
+            "removed": [model.name for model in done.diff.removed],
+            "kept": [model.name for model in done.diff.kept],
+        }
+
+    async def events(self, fields: Fields) -> Data:
+        """What happened; with C{wait} seconds of patience for something new."""
+        after = fields.integer("after", None, low=0)
+        limit = min(MAX_EVENTS, fields.integer("limit", 100, low=1))
+        wait = min(MAX_WAIT, fields.number("wait", 0.0))
+        found = await self._server.store.events(after, limit)
+        if not found and wait:
+            await self._something_new(wait)
+            found = await self._server.store.events(after, limit)
+        return {"events": [_event(event) for event in found]}
+
+    async def _something_new(self, seconds: float) -> None:
+        waiting: Deferred[None] = Deferred()
+        watchers = self._server.controller.watchers
+
+        def news() -> None:
+            if not waiting.called:
+                waiting.callback(None)
+
+        watchers.append(news)
+        waiting.addTimeout(seconds, self._reactor, onTimeoutCancel=lambda result, _: None)
+        try:
+            await waiting
+        except CancelledError:
+            return
+        finally:
+            watchers.remove(news)
+
+    async def drain(self, fields: Fields) -> Data:
+        """Empty nodes."""
+        nodes = fields.texts("nodes")
+        deadline = fields.number("deadline", None)
+        lines = await self._server.operations.drain(nodes, deadline, fields.flag("force"), fields.flag("allow_outage"))
+        limit = self._server.settings.timing.node_drain if deadline is None else deadline
+        return {"text": f"draining; what still runs in {show_duration(limit)} is stopped", "lines": lines, "nodes": nodes}
+
+    async def cordon(self, fields: Fields) -> Data:
+        """Close nodes."""
+        nodes = fields.texts("nodes")
+        await self._server.operations.cordon(nodes, True)
+        return {"text": f"{', '.join(nodes)}: cordoned; what runs there goes on", "nodes": nodes}
+
+    async def uncordon(self, fields: Fields) -> Data:
+        """Open nodes."""
+        nodes = fields.texts("nodes")
+        await self._server.operations.cordon(nodes, False)
+        return {"text": f"{', '.join(nodes)}: open for new replicas", "nodes": nodes}
+
+    async def restart(self, fields: Fields) -> Data:
+        """Replace replicas."""
+        model, node = fields.text("model"), fields.text("node", None)
+        number = fields.integer("replica", None, low=0)
+        chosen = await self._server.operations.restart(model, node, number, fields.flag("allow_outage"))
+        return {"text": f"{', '.join(chosen)}: replaced one at a time; follow it with: llmgw wait {model}", "replicas": chosen}
+
+    async def orphans(self, fields: Fields) -> Data:
+        """What runs without being wanted."""
+        return {"orphans": [orphan_data(orphan) for orphan in self._server.operations.orphans()]}
+
+    async def adopt(self, fields: Fields) -> Data:
+        """Take an orphan over."""
+        return {"text": await self._server.operations.adopt(fields.text("shard"), fields.text("node", None))}
+
+    async def stop(self, fields: Fields) -> Data:
+        """Stop an orphan."""
+        return {"text": await self._server.operations.stop(fields.text("shard"), fields.text("node", None))}
+
+    async def logs(self, fields: Fields) -> Data:
+        """A piece of an engine's output."""
+        shard, attempt = fields.text("shard"), fields.integer("attempt", 0, low=0)
+        offset, limit = fields.integer("offset", 0), fields.integer("limit", 2**16, low=1)
+        done = await self._server.operations.logs(shard, attempt, offset, limit)
+        if not done.ok:
+            text = str(done.result.get("text") or done.error)
+            raise Unknown(text) if done.error == "not_found" else Conflict(text)
+        return {name: done.result.get(name) for name in ("attempt", "offset", "next", "size", "text")}
+
+    async def node_reset(self, fields: Fields) -> Data:
+        """Let a node start anew."""
+        name = fields.text("name")
+        await self._server.operations.reset(name)
+        return {"text": f"{name} may join again"}
+
+    async def node_remove(self, fields: Fields) -> Data:
+        """Refuse a node."""
+        name = fields.text("name")
+        await self._server.operations.remove(name)
+        return {"text": f"{name} is removed and will be refused; engines on it, if any, go on"}
+
+    async def keys(self, fields: Fields) -> Data:
+        """All keys, without their secrets."""
+        return {"keys": [_key(record) for record in self._server.keys.list()]}
+
+    async def create_key(self, fields: Fields) -> Data:
+        """A new key."""
+        lasts = fields.number("expires", None)
+        limits = {name: fields.integer(name, None, low=1) for name in ("rpm", "tpm", "tpd", "concurrency")}
+        record, key = await self._server.keys.create(
+            fields.text("name"),
+            team=fields.text("team", ""),
+            models=tuple(fields.texts("models", [])),
+            priority=fields.integer("priority", 0),
+            expires=None if lasts is None else self._server.controller.clocks.wall() + lasts,
+            **limits,
+        )
+        return _key(record) | {"key": key}
+
+    async def revoke_key(self, fields: Fields) -> Data:
+        """Refuse a key."""
+        number = fields.text("id")
+        await self._server.keys.revoke(number)
+        return {"text": f"{number} is revoked"}
+
+    async def refusals(self, fields: Fields) -> Data:
+        """Agents that were turned away."""
+        port = self._server.port
+        return {"refusals": [asdict(refusal) for refusal in (port.refusals() if port else [])]}
+
+
+def _each(model: Data) -> list[str]:
+    """A line per replica that is not ready."""
+    shards = [shard for replica in model["replicas"] if replica["state"] != "ready" for shard in replica["shards"]]
+    return [f"  {shard['id']}  {shard['node']}  {shard['state']}  {shard['reason']}".rstrip() for shard in shards]
+
+
+def _event(event: FleetEvent) -> Data:
+    return asdict(event) | {"tail": list(event.tail)}
+
+
+def _key(record: KeyRecord) -> Data:
+    return {name: value for name, value in asdict(record).items() if name != "digest"} | {"models": list(record.models)}
+
+
+async def not_yet(fields: Fields) -> Data:
+    """For routes of commands that are not built yet."""
+    raise BadRequest("this version of llmgw-server cannot do that yet", "not_yet", 501)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from llmgw.config.models import models
 from llmgw.config.server import read_server
@@ -18,7 +18,7 @@ from llmgw.config.shape import Reading, section
 from llmgw.config.text import Item, parse
 from llmgw.errors import Invalid, Problem
 from llmgw.fleet.model import Catalog, Model
-from llmgw.fleet.plain import from_text, to_plain, to_text
+from llmgw.fleet.plain import from_text, to_text
 
 
 def read_catalog(file: Path, content: str) -> Catalog:
@@ -139,7 +139,7 @@ def names(model: Model) -> tuple[str, ...]:
 
 
 def _change(old: Model, new: Model) -> ModelChange:
-    before, after = dict(_leaves(to_plain(old))), dict(_leaves(to_plain(new)))
+    before, after = dict(_leaves(asdict(old))), dict(_leaves(asdict(new)))
     keys = sorted(before.keys() | after.keys())
     return ModelChange(
         old, new, tuple((key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key))

@@ -176,15 +176,15 @@ class _Grower:
         return {**merged, **found}
 
     def merge(self, node: yaml.Node, path: str, depth: int) -> dict[str, Item]:
-        if isinstance(node, yaml.MappingNode):
-            self.grown += 1
-            return self.mapping(node, path, depth + 1)
         if isinstance(node, yaml.SequenceNode):
             found: dict[str, Item] = {}
             for child in node.value:
                 found = {**self.merge(child, path, depth + 1), **found}
             return found
-        self.problems.append(Problem("found a plain value behind <<, want a section", self.line(node), "merge"))
+        item = self.grow(node, self.line(node), path, depth + 1)
+        if isinstance(item.value, dict):
+            return item.value
+        self.problems.append(Problem("found a plain value behind <<, want a section", item.where, "merge"))
         return {}
 
     def line(self, node: yaml.Node) -> str:

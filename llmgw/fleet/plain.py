@@ -52,6 +52,8 @@ def from_plain(plain: Any, kind: type[T]) -> T:
 
     @raise ValueError: it does not fit; the text names each path that does not.
     """
+    if not isinstance(plain, dict):
+        raise ValueError("not an object")
     try:
         return _CONVERTER.structure(plain, kind)
     except Exception as error:  # cattrs gathers what its hooks raise, of whatever kind, in groups

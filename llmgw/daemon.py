@@ -28,6 +28,11 @@ STOP_BUDGET = 8.0
 CLEAN, FAILED, MISCONFIGURED = 0, 1, 2
 
 
+def _watch_the_stop() -> None:
+    """End the process, every stack printed, if it has not ended in time. twistd's C{sys.stderr} is a log without a descriptor."""
+    faulthandler.dump_traceback_later(STOP_BUDGET, exit=True, file=2)
+
+
 class SystemdNotify:
     """The C{sd_notify} protocol: silent where no C{NOTIFY_SOCKET} is set. Abstract sockets begin with C{@}."""
 
@@ -122,7 +127,7 @@ class Lifecycle(Service):
         if self._stopping:
             os._exit(FAILED)
         self._stopping = True
-        faulthandler.dump_traceback_later(STOP_BUDGET, exit=True)
+        _limit_stop()
         self._reactor.callFromThread(self._begin_stop, number)
 
     def _begin_stop(self, number: int) -> None:
@@ -145,13 +150,18 @@ class Lifecycle(Service):
         self._notify.tell(READY="1")
 
 
+def _limit_stop() -> None:
+    """Begin the time that a stop may take. sys.stderr will not do: twistd puts a log file without a descriptor there."""
+    faulthandler.dump_traceback_later(STOP_BUDGET, exit=True, file=sys.__stderr__ or sys.stderr)
+
+
 def give_up(reactor: Any, sentence: str, code: int = FAILED) -> None:
     """End the daemon because it cannot do its work: one sentence on stderr and in the log, and exit status C{code}.
 
     twistd exits 0 after C{reactor.stop()}, whatever happened; so the last act of the shutdown sets the status.
     """
     Logger().critical("{sentence}", sentence=sentence)
-    faulthandler.dump_traceback_later(STOP_BUDGET, exit=True)
+    _limit_stop()
 
     def leave() -> None:
         sys.stdout.flush()

@@ -101,6 +101,16 @@ class Api(Resource):
         request.finish()
 
 
+class _Site(Site):
+    """What people and Prometheus ask is no news; what they order is an event of its own."""
+
+    displayTracebacks = False  # noqa: N815
+    noisy = False
+
+    def log(self, request: Request) -> None:
+        """Nothing."""
+
+
 class Admin(Service):
     """The socket.
 
@@ -114,9 +124,9 @@ class Admin(Service):
         self.setName("admin")
         self._path = path
         self._reactor = reactor
-        self._site = Site(Api(server, reactor))
-        self._site.displayTracebacks = False
-        self._site.noisy = False
+        self._site = _Site(Api(server, reactor))
+        # Operators' questions are no news: twisted.web would log each of them.
+        self._site.log = lambda request: None
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:

@@ -59,6 +59,8 @@ class Handlers:
             ("POST", "/v1/keys"): self.create_key,
             ("POST", "/v1/keys/revoke"): self.revoke_key,
             ("GET", "/v1/refusals"): self.refusals,
+            **dict.fromkeys((("GET", path) for path in ("/v1/rollout", "/v1/estimate", "/v1/usage", "/v1/top")), not_yet),
+            **dict.fromkeys((("POST", path) for path in ("/v1/rollout", "/v1/fetch")), not_yet),
         }
 
     async def status(self, fields: Fields) -> Data:

@@ -179,8 +179,8 @@ def test_a_key_is_shown_once(admin, capsys):  # noqa: F811
 
 def test_events_are_one_line_each(admin, capsys):  # noqa: F811
     """Time, subject, change, sentence; the engine's last words below, with nothing a terminal would act on."""
-    event = {"number": 7, "at": 1790000000.0, "kind": "shard_state", "subject": "m/1/0", "node": "n2", "before": "loading"}
-    event |= {"after": "backoff", "text": "no room\x1b[31m", "tail": ["last \x07word"]}
+    event = {"number": 7, "at": 1790000000.0, "kind": "shard_state", "subject": "m/1/0", "node": "n2"}
+    event |= {"text": "m/1/0 n2: loading -> backoff: no room\x1b[31m", "tail": ["last \x07word"]}
     admin.answers["GET /v1/events"] = {"events": [event]}
     assert admin.run("events", "--limit", "5") == 0
     lines = capsys.readouterr().out.splitlines()

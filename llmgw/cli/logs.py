@@ -33,6 +33,8 @@ def events_command(session: Session, follow: bool, after: int | None, limit: int
     last = _print_events(session, answer, after or 0)
     while follow:
         answer = _patiently(session.client, "/v1/events", after=last, wait=WAIT, limit=1000)
+        if not answer.get("events"):
+            time.sleep(POLL)
         last = _print_events(session, answer, last)
 
 
@@ -48,13 +50,8 @@ def event_text(event: Answer) -> str:
     """One line, and an engine's last words indented below it."""
     from llmgw.cli.render import instant
 
-    subject = " ".join(
-        filter(None, (event.get("subject"), event.get("node") if event.get("node") != event.get("subject") else ""))
-    )
-    moved = f"{event['before']} -> {event['after']}" if event.get("before") and event.get("after") else ""
-    said = ": ".join(filter(None, (subject, moved, event.get("text"))))
     tail = [f"    {escape(line)}" for line in event.get("tail") or ()]
-    return "\n".join([f"{instant(event.get('at'))}  {escape(said)}", *tail])
+    return "\n".join([f"{instant(event.get('at'))}  {escape(event.get('text') or '')}", *tail])
 
 
 def _patiently(client: Client, route: str, **query: Any) -> Answer:

@@ -68,12 +68,12 @@ def header(status: Answer) -> str:
 
 def model_table(models: list[Answer], now: float) -> str:
     """One row per model."""
-    load = any(model.get("in_flight") is not None for model in models)
-    headers = ["MODEL", "READY", "REPLICAS", *(["IN FLIGHT", "WAITING"] if load else [])]
-    return table(headers, [_model_row(model, now, load) for model in models])
+    load = [name for name in ("in_flight", "waiting") if any(model.get(name) is not None for model in models)]
+    headers = ["MODEL", "READY", "REPLICAS", *(name.replace("_", " ").upper() for name in load)]
+    return table(headers, [[*_model_row(model, now), *(_dash(model.get(name)) for name in load)] for model in models])
 
 
-def _model_row(model: Answer, now: float, load: bool) -> list[str]:
+def _model_row(model: Answer, now: float) -> list[str]:
     replicas = model.get("replicas") or []
     ready = [replica for replica in replicas if replica.get("state") == "ready"]
     rest = [replica for replica in replicas if replica.get("state") != "ready"]
@@ -87,8 +87,7 @@ def _model_row(model: Answer, now: float, load: bool) -> list[str]:
     if reason := model.get("reason"):
         see = f", see: llmgw explain {model['name']}" if model.get("ready", 0) < model.get("wanted", 0) else ""
         shown.append(f"{reason}{see}")
-    row = [model["name"], f"{model.get('ready', 0)}/{model.get('wanted', 0)}", DOT.join(shown)]
-    return [*row, *(_dash(model.get(name)) for name in ("in_flight", "waiting"))] if load else row
+    return [model["name"], f"{model.get('ready', 0)}/{model.get('wanted', 0)}", DOT.join(shown)]
 
 
 def _dash(value: object) -> str:

@@ -281,7 +281,10 @@ class Exchange:
 
     def piece(self, data: bytes, done: bool) -> None:
         """More of the answer's body."""
+        connection = self._connection
         if self._sse:
+            if connection is not None:
+                connection.raw = None
             if b'"usage":{' in data:
                 self.usage_at = data
             data = self._whole_events(data, done)
@@ -300,11 +303,10 @@ class Exchange:
             data = self._head + data
             self._wait("idle", self._door.timeouts.idle)
         self.client.write(data)
-        connection = self._connection
         if done:
             self._finish("done")
-        elif connection is not None and self._sse and self.chunked:
-            connection.raw = self.client.write if connection.between_chunks and not self._held and not self._torn else None
+        elif connection is not None and self._sse and self.chunked and not self._held and not self._torn:
+            connection.raw = self.client.write if connection.between_chunks else None
 
     def _whole_events(self, data: bytes, done: bool) -> bytes:
         """What may go out now: up to the end of the last whole event."""

@@ -37,7 +37,7 @@ _monotonic = time.monotonic
 def _chunk_heads() -> dict[int, bytes]:
     """For each length of a chunk with its framing, the only head that a chunk of that length can have."""
     heads = {}
-    for size in range(1, _LARGEST_CHUNK):
+    for size in range(2, _LARGEST_CHUNK):
         head = b"%x\r\n" % size
         heads[len(head) + size + 2] = head
     return heads

@@ -1,0 +1,482 @@
+"""Streams through a real worker against an engine that behaves byte for byte as told; cases A to C, H, and their like."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import anthropic
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmgw.config.server import Timeouts
+from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
+from tests.router_rig import KEY, Rig, dechunk, request_bytes, until
+
+EVENTS = [b'data: {"n":%d}\n\n' % number for number in range(5)]
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture(scope="module")
+def rig():
+    rig = Rig()
+    yield rig
+    rig.stop()
+
+
+def idle(rig):
+    until(lambda: rig.in_flight() == 0, 2, "nothing in flight")
+
+
+def stream(rig, **client):
+    raw = rig.client()
+    raw.send(request_bytes(**client))
+    return raw
+
+
+def test_a1_client_gone_after_first_byte(rig):
+    """A1: a client that leaves after some events: the engine's connection is closed within a second, nothing stays in flight."""
+    closed = []
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD + b"".join(map(chunk, EVENTS[:3])))
+        closed.append(talk.closed_within(3))
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            raw.read_until(b'"n":2}')
+            assert rig.in_flight() == 1
+        until(lambda: closed, 4)
+    assert closed[0] is not None
+    assert closed[0] < 1.0
+    idle(rig)
+    assert rig.log(outcome="client_gone")[-1]["status"] == 499
+
+
+@pytest.mark.parametrize("streaming", [b"true", b"false"])
+def test_a2_a3_client_gone_before_first_byte(rig, streaming):
+    """A2, A3: a client that leaves while the engine is silent, streaming or not: the engine sees it within a second."""
+    closed = []
+
+    def script(talk):
+        talk.request()
+        closed.append(talk.closed_within(3))
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig, body=b'{"model":"m","stream":%b}' % streaming):
+            until(lambda: engine.requests)
+        until(lambda: closed, 4)
+    assert closed[0] is not None
+    assert closed[0] < 1.0
+    idle(rig)
+
+
+def test_a2_client_with_more_sent_ahead(rig):
+    """A2: a client that has pipelined 20 KiB and leaves is noticed all the same."""
+    closed = []
+
+    def script(talk):
+        talk.request()
+        closed.append(talk.closed_within(3))
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            until(lambda: engine.requests)
+            raw.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + b" " * 20_000)
+        until(lambda: closed, 4)
+    assert closed[0] is not None
+    assert closed[0] < 1.0
+
+
+def test_a6_l1_random_cancels(rig):
+    """A6, L1: many cancels at every stage: nothing in flight is left, and the engine is used as before."""
+
+    def script(talk):
+        while talk.request():
+            for event in EVENTS:
+                if not talk.send(event and (STREAM_HEAD if event is EVENTS[0] else b"") + chunk(event)):
+                    return
+                time.sleep(0.002)
+            talk.send(chunk(DONE) + b"0\r\n\r\n")
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine, engine.url)
+        for turn in range(200):
+            with stream(rig) as raw:
+                if turn % 4 == 1:
+                    raw.read_until(b'"n":0')
+                elif turn % 4 == 2:
+                    raw.read_until(b'"n":3')
+                elif turn % 4 == 3:
+                    assert raw.answer()[2] == b"".join(EVENTS) + DONE
+        idle(rig)
+        with stream(rig) as raw:
+            assert raw.answer()[2] == b"".join(EVENTS) + DONE
+
+
+@pytest.mark.parametrize("ending", ["reset", "fin"])
+def test_b1_b2_engine_dies_in_stream(rig, ending):
+    """B1, B2: whole events, one error event, an abnormal close, never [DONE], and no second try."""
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD + b"".join(map(chunk, EVENTS)) + chunk(b'data: {"to')[:-4])
+        until(lambda: seen)
+        talk.reset() if ending == "reset" else talk.socket.close()
+
+    seen = []
+    with ScriptedEngine(script) as engine:
+        rig.use(engine, engine.url)
+        with stream(rig) as raw:
+            head = raw.read_until(b"\r\n\r\n")
+            begun = raw.read_until(EVENTS[-1] + b"\r\n")
+            seen.append(True)
+            body, ended = dechunk(begun + raw.read_all())
+        assert head.startswith(b"HTTP/1.1 200")
+        assert not ended
+        assert body.startswith(b"".join(EVENTS))
+        error = body[len(b"".join(EVENTS)) :]
+        assert error.startswith(b'data: {"error":{')
+        assert error.endswith(b"}\n\n")
+        assert b"[DONE]" not in body
+        assert b'"to' not in body
+        assert len(engine.requests) == 1
+    idle(rig)
+    assert rig.log(outcome="upstream_error")
+
+
+def test_b1_openai_client_raises(rig):
+    """B1: the official client gets its API error after the events, not a decoding error."""
+
+    def script(talk):
+        talk.request()
+        event = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": []}
+        talk.send(STREAM_HEAD + chunk(b"data: " + json.dumps(event).encode() + b"\n\n"))
+        until(lambda: seen)
+        talk.reset()
+
+    seen = []
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        client = openai.OpenAI(base_url=rig.url + "/v1", api_key=KEY, max_retries=0)
+        with pytest.raises(openai.APIError) as caught:
+            seen.extend(client.chat.completions.create(model="m", messages=[], stream=True))
+        client.close()
+    assert len(seen) == 1
+    assert "broke off" in caught.value.message
+
+
+def test_b1_anthropic_client_raises(rig):
+    """B1 for /v1/messages: the error event has Anthropic's shape and its client raises."""
+    start = {"type": "message_start", "message": {"id": "1", "type": "message", "role": "assistant", "content": [], "model": "m",
+             "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 1, "output_tokens": 0}}}  # fmt: skip
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD + chunk(b"event: message_start\ndata: " + json.dumps(start).encode() + b"\n\n"))
+        until(lambda: seen)
+        talk.reset()
+
+    seen = []
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        client = anthropic.Anthropic(base_url=rig.url, api_key=KEY, max_retries=0)
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            seen.extend(client.messages.create(model="m", max_tokens=5, messages=[], stream=True))
+        client.close()
+    assert len(seen) == 1
+    assert "broke off" in str(caught.value)
+
+
+def test_b3_error_event_of_the_engine_passes(rig):
+    """B3: an error inside a stream that is the engine's own goes through unchanged."""
+    said = b'data: {"error":{"message":"out of memory"}}\n\n'
+
+    def script(talk):
+        talk.request()
+        talk.stream(EVENTS[0], said)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            assert raw.answer()[2] == EVENTS[0] + said
+
+
+def test_b5_error_instead_of_a_stream(rig):
+    """B5: an engine that answers 500 with JSON although a stream was asked for: that status and that body."""
+
+    def script(talk):
+        talk.request()
+        talk.answer(b'{"error":{"message":"no"}}', b"500 Oops")
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        status, headers, body = rig.post(body={"model": "m", "stream": True})
+    assert (status, body) == (500, b'{"error":{"message":"no"}}')
+    assert headers["content-type"] == "application/json"
+
+
+TEXT = (
+    'data: {"c":"🦊 日本語"}\n\n: comment\n\nevent: x\r\nid: 7\r\ndata: a\r\ndata: b\r\n\r\n'
+    + 'data: {"c":"é"}\n\n' * 3
+    + "data: [DONE]\n\n"
+).encode()
+
+
+def test_c1_one_byte_at_a_time(rig):
+    """C1: emoji, both line ends, comments and fields, one byte for each chunk: the same bytes come out."""
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD)
+        for number in range(len(TEXT)):
+            talk.send(chunk(TEXT[number : number + 1]))
+        talk.send(b"0\r\n\r\n")
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            assert raw.answer()[2] == TEXT
+
+
+def test_c1_an_event_whose_end_comes_alone(rig):
+    """C1: the blank line that ends an event may be a chunk and a segment of its own, which looks like a whole event."""
+    head, ends = b'data: {"n":1}', [b"\n\n", b"\n"]
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD + chunk(EVENTS[0]))
+        time.sleep(0.02)
+        for end in ends:
+            for piece in (head, *([b"\n"] if end == b"\n" else []), end):
+                talk.send(chunk(piece))
+                time.sleep(0.02)
+        talk.send(b"0\r\n\r\n")
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            assert raw.answer()[2] == EVENTS[0] + (head + b"\n\n") * 2
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_c1_any_split(rig, data):
+    """C1: however the stream is cut into chunks and segments, the same bytes come out, and each write ends at an event."""
+    cuts = sorted(data.draw(st.lists(st.integers(1, len(TEXT) - 1), max_size=8)))
+    pieces = [TEXT[a:b] for a, b in zip([0, *cuts], [*cuts, len(TEXT)], strict=True) if a < b]
+    wire = STREAM_HEAD + b"".join(map(chunk, pieces)) + b"0\r\n\r\n"
+    wire_cuts = sorted(data.draw(st.lists(st.integers(1, len(wire) - 1), max_size=6)))
+    segments = [wire[a:b] for a, b in zip([0, *wire_cuts], [*wire_cuts, len(wire)], strict=True) if a < b]
+
+    def script(talk):
+        talk.request()
+        for segment in segments:
+            talk.send(segment)
+            time.sleep(0.001)
+        talk.closed_within(2)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            assert raw.answer()[2] == TEXT
+
+
+def test_c2_events_leave_at_once(rig):
+    """C2: an event does not wait for the next one."""
+    waits = []
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD)
+        for event in EVENTS:
+            sent.append(time.monotonic())
+            talk.send(chunk(event))
+            until(lambda: len(waits) == len(sent))
+        talk.send(b"0\r\n\r\n")
+
+    sent = []
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            for event in EVENTS:
+                raw.read_until(event)
+                waits.append(time.monotonic() - sent[-1])
+            raw.read_until(b"0\r\n\r\n")
+    assert sorted(waits)[len(waits) // 2] < 0.05
+
+
+def test_c3_a_thousand_events_in_one_segment(rig):
+    """C3: all arrive."""
+    events = [b'data: {"n":%d}\n\n' % number for number in range(1000)]
+
+    def script(talk):
+        talk.request()
+        talk.stream(*events)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            assert raw.answer()[2] == b"".join(events)
+
+
+def test_c5_an_event_of_ten_megabytes(rig):
+    """C5: it goes through whole."""
+    event = b"data: " + b"x" * (10 * 2**20) + b"\n\n"
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD)
+        for start in range(0, len(event), 100_000):
+            talk.send(chunk(event[start : start + 100_000]))
+        talk.send(chunk(EVENTS[0]) + b"0\r\n\r\n")
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            assert raw.answer(20)[2] == event + EVENTS[0]
+
+
+def test_c7_anthropic_stream_unchanged(rig):
+    """C7: an Anthropic stream, which has no [DONE], goes through byte for byte."""
+    text = b'event: message_start\ndata: {"type":"message_start"}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+    def script(talk):
+        talk.request()
+        talk.stream(text)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig, path=b"/v1/messages?beta=true") as raw:
+            assert raw.answer()[2] == text
+        assert engine.requests[0].line == b"POST /v1/messages?beta=true HTTP/1.1"
+
+
+@pytest.mark.parametrize("framing", ["length", "close"])
+def test_streams_framed_otherwise(rig, framing):
+    """An event stream with a length, or one that ends with its connection, reaches the client whole."""
+    body = b"".join(EVENTS) + DONE
+
+    def script(talk):
+        talk.request()
+        field = b"content-length: %d\r\n" % len(body) if framing == "length" else b"connection: close\r\n"
+        talk.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + field + b"\r\n" + body)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            assert raw.answer()[2] == body
+
+
+def test_http_1_0_client(rig):
+    """A client of HTTP/1.0 gets no chunks; its answer ends with the connection."""
+
+    def script(talk):
+        talk.request()
+        talk.stream(*EVENTS, DONE)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with rig.client() as raw:
+            raw.send(request_bytes().replace(b"HTTP/1.1", b"HTTP/1.0"))
+            head, _, body = raw.read_all().partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert body == b"".join(EVENTS) + DONE
+
+
+def test_h1_slow_reader(rig):
+    """H1: an engine offers 100 MB to a client that does not read: bounded memory, others go on, the engine is held back."""
+    sent = [0]
+    block = chunk(b"data: " + b"x" * 65_000 + b"\n\n")
+
+    def script(talk):
+        request = talk.request()
+        if b"slow" not in request.body:
+            talk.stream(*EVENTS, DONE)
+            return
+        talk.send(STREAM_HEAD)
+        while sent[0] < 100_000_000 and talk.send(block):
+            sent[0] += len(block)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        before = rig.rss()
+        with stream(rig, body=b'{"model":"m","stream":true,"slow":1}') as slow:
+            slow.read_until(b"data: x")
+            for _ in range(20):
+                with stream(rig) as raw:
+                    assert raw.answer()[2] == b"".join(EVENTS) + DONE
+            assert sent[0] < 20_000_000
+            assert rig.rss() - before < 4 * 2**20
+    idle(rig)
+
+
+def test_m2_silence_in_mid_stream(rig):
+    """M2: a stream that falls silent ends with an error event, and the engine's connection is closed."""
+    closed = []
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD + chunk(EVENTS[0]))
+        closed.append(talk.closed_within(5))
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine, timeouts=Timeouts(idle=0.5))
+        with stream(rig) as raw:
+            raw.read_until(b"\r\n\r\n")
+            body, ended = dechunk(raw.read_all())
+        until(lambda: closed)
+    assert not ended
+    assert b"timeouts.idle" in body
+    assert closed[0] is not None
+    idle(rig)
+    assert rig.log(outcome="timeout")
+
+
+def test_m1_a_long_prefill_passes(rig):
+    """M1: what may be slow is only the first token, on its own clock; the idle clock starts after it."""
+
+    def script(talk):
+        talk.request()
+        time.sleep(1.2)
+        talk.stream(*EVENTS, DONE)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine, timeouts=Timeouts(idle=0.5, first_token=5))
+        with stream(rig) as raw:
+            assert raw.answer()[2] == b"".join(EVENTS) + DONE
+
+
+def test_parallel_streams_do_not_mix(rig):
+    """Many streams at once over reused connections: each client gets its own bytes."""
+
+    def script(talk):
+        while request := talk.request():
+            mark = request.json["mark"]
+            talk.send(STREAM_HEAD)
+            for number in range(20):
+                talk.send(chunk(b"data: %d %d\n\n" % (mark, number)))
+            talk.send(b"0\r\n\r\n")
+
+    def one(mark):
+        with rig.client() as raw:
+            for turn in range(5):
+                raw.send(request_bytes(b'{"model":"m","stream":true,"mark":%d}' % mark))
+                results.append(raw.answer()[2] == b"".join(b"data: %d %d\n\n" % (mark, n) for n in range(20)))
+
+    results = []
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        threads = [threading.Thread(target=one, args=(mark,)) for mark in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    assert results == [True] * 100

@@ -39,6 +39,7 @@ TOP = {
     "agent_tap": 99,
     "pki": ORDER.index("wire") - 0.6,
     "pkifolder": ORDER.index("wire") - 0.5,
+    "daemon": ORDER.index("wire"),
     "logs": ORDER.index("wire"),
     "sdnotify": ORDER.index("wire"),
 }

@@ -53,6 +53,7 @@ class Observer:
 
     @ivar phase: what it does, in its own words; C{progress} from 0 to 1.
     @ivar load: the last load it told.
+    @ivar ended: set it to look no more.
     """
 
     log = Logger()
@@ -74,14 +75,18 @@ class Observer:
         self.load = EngineLoad()
         self.health = Health()
         self.conditions: frozenset[str] = frozenset()
+        self.ended = False
 
     async def run(self) -> None:
-        """Look until the engine is being ended."""
+        """Look until the engine is being ended, or until C{ended} is set and what is under way is cancelled."""
         while self._watched.state in (ShardState.STARTING, ShardState.LOADING, *SERVING):
             try:
                 await (self._look_at_service() if self._watched.state in SERVING else self._look_at_start())
             except Exception:
-                self.log.failure("while looking at {shard}", shard=self._watched.folder.shard)
+                if not self.ended:
+                    self.log.failure("while looking at {shard}", shard=self._watched.folder.shard)
+            if self.ended:
+                return
             await deferLater(self._reactor, self._pause())
 
     def _pause(self) -> float:

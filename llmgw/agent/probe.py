@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 from attrs import frozen
 from twisted.internet.defer import CancelledError, Deferred, TimeoutError
-from twisted.internet.error import ConnectError, ConnectionDone, ConnectionLost
+from twisted.internet.error import ConnectError, ConnectingCancelledError, ConnectionDone, ConnectionLost, DNSLookupError
 from twisted.internet.protocol import Protocol
 from twisted.python.failure import Failure
-from twisted.web.client import Agent, PartialDownloadError, ResponseDone, ResponseFailed
+from twisted.web.client import Agent, ResponseDone, ResponseFailed
 from twisted.web.http import PotentialDataLoss
 from twisted.web.http_headers import Headers
 
@@ -26,7 +26,9 @@ from llmgw.agent.shardfolder import Intent
 
 DEADLINE = 5.0
 BIGGEST = 4 * 2**20
-EXPECTED = (ConnectError, ConnectionDone, ConnectionLost, ResponseFailed, TimeoutError, CancelledError, PartialDownloadError)
+EXPECTED = (ConnectError, ConnectionDone, ConnectionLost, ResponseFailed, DNSLookupError)
+# What connecting and Agent make of being cancelled, which is how a deadline ends them.
+LATE = (TimeoutError, CancelledError, ConnectingCancelledError)
 
 
 @frozen
@@ -90,13 +92,13 @@ class EngineProbe:
         self._agent = Agent(reactor, connectTimeout=deadline)
 
     async def get(self, url: str, key: str) -> Answer:
-        """GET C{url}; whatever goes wrong is an answer of status 0."""
+        """GET C{url}; whatever goes wrong, being cancelled too, is an answer of status 0."""
+        began = self._reactor.seconds()
         try:
-            asked = Deferred.fromCoroutine(self._get(url, key))
-            return await asked.addTimeout(self._deadline, self._reactor)
-        except TimeoutError:
-            return Answer(0, f"no answer in {self._deadline:g} s".encode())
-        except EXPECTED as error:
+            return await Deferred.fromCoroutine(self._get(url, key)).addTimeout(self._deadline, self._reactor)
+        except (*LATE, *EXPECTED) as error:
+            if isinstance(error, LATE) or self._reactor.seconds() - began >= self._deadline:
+                return Answer(0, f"no answer in {self._deadline:g} s".encode())
             return Answer(0, str(error).encode() or type(error).__name__.encode())
 
     async def _get(self, url: str, key: str) -> Answer:

@@ -118,7 +118,7 @@ def begin(launch: dict[str, Any]) -> tuple[int, str]:
 
 def attend(pid: int, error: str, limit: int) -> None:
     """Reap until nothing is left, keep the output bounded, and write down how the engine ended."""
-    pause, gone, end = 1.0, False, None
+    pause, gone, end = 0.05, False, None
     while not gone or end:
         signal.sigtimedwait({signal.SIGCHLD}, pause)
         try:
@@ -131,7 +131,7 @@ def attend(pid: int, error: str, limit: int) -> None:
             if end:
                 write("exit.json", end)
                 end = None
-            pause = 0.05 if keep_bounded(".", limit) else min(1.0, pause * 2)
+            pause = 0.02 if keep_bounded(".", limit) else min(0.25, pause * 2)
         except OSError:
             pause = 1.0  # A full disk: the next turn tries again.
 

@@ -62,6 +62,7 @@ class Supervisor:
         self._observer: Observer | None = None
         self._over: list[Deferred[None]] = []
         self._drain_later = False
+        self._left = False
         self._last: ShardReport | None = None
         self._settling: Any = None
         self.folder = folder
@@ -190,19 +191,21 @@ class Supervisor:
             self._ending = Ending(self._reactor, self.tree, grace, self._stuck)
             self._go(self._end(self._ending))
 
-    # What the observer sees.
+    # What the observer sees; after C{leave} it means nothing any more.
 
     def phase_seen(self) -> None:
         """It has begun to load."""
-        self._life.phase_seen()
+        if not self._left:
+            self._life.phase_seen()
 
     def serves(self, reason: str) -> None:
         """It answers for its model."""
-        self._life.serves(reason)
+        if not self._left:
+            self._life.serves(reason)
 
     def cannot(self, code: str, reason: str) -> None:
         """It will never be ready."""
-        if self._ending is None and not self.is_over:
+        if not self._left and self._ending is None and not self.is_over:
             self.code = code
             self._life.fail(reason, False)
 
@@ -377,8 +380,11 @@ class Supervisor:
         self._life.fail(f"the agent failed at it: {failure.getErrorMessage()}", False)
 
     def _let_go(self) -> None:
+        self._left = True
         if self._settling is not None and self._settling.active():
             self._settling.cancel()
+        if self._observer is not None:
+            self._observer.ended = True
         for watch in self._watches:
             watch.stop()
         for job in list(self._jobs):

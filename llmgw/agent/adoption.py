@@ -35,15 +35,18 @@ async def adopt_all(
     """
     found = []
     for attempts in folders.shards():
-        latest = attempts[-1]
-        try:
-            intent = latest.intent()
-            if intent is None:
-                _nameless(latest)
-            elif (made := await _adopt(around, latest, intent, adapters.get(intent.adapter))) is not None:
-                found.append(made)
-        except Exception:
-            log.failure("while adopting {path}", path=str(latest.path))
+        for folder in reversed(attempts):
+            try:
+                intent = folder.intent()
+                if intent is None:
+                    _nameless(folder)
+                elif (made := await _adopt(around, folder, intent, adapters.get(intent.adapter))) is not None:
+                    found.append(made)
+                    break
+                elif folder.outcome() is not None:
+                    break
+            except Exception:
+                log.failure("while adopting {path}", path=str(folder.path))
     return found
 
 

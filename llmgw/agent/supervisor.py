@@ -56,7 +56,7 @@ class Supervisor:
         self._reactor = around.reactor
         self._life = begin_life(self)
         self._watches: list[ExitWatch] = []
-        self._jobs: set[Deferred[None]] = set()
+        self._jobs: dict[Deferred[None], Coroutine[Any, Any, None]] = {}
         self._starting: Deferred[None] | None = None
         self._ending: Ending | None = None
         self._observer: Observer | None = None
@@ -64,7 +64,6 @@ class Supervisor:
         self._drain_later = False
         self._left = False
         self._last: ShardReport | None = None
-        self._settling: Any = None
         self.folder = folder
         self.intent = intent
         self.adapter = adapter
@@ -165,18 +164,15 @@ class Supervisor:
             self._note("state.json", Reached(state, self.since))
         if self.is_over:
             self._write_outcome()
-            # Not at once: the job that brought us here cannot be cancelled while it runs.
-            self._settling = self._reactor.callLater(0, self._settle)
+            self._let_go()
         tail = last_lines(self.folder.path, self.intent.key)[-TAIL_SENT:] if state is ShardState.FAILED else ()
         self._around.tell(Transition(self.report(), before, reason, self.diagnosis, tail))
         if state is ShardState.READY and self._drain_later:
             self.drain()
-
-    def _settle(self) -> None:
-        self._let_go()
-        waiting, self._over = self._over, []
-        for each in waiting:
-            each.callback(None)
+        if self.is_over:
+            waiting, self._over = self._over, []
+            for each in waiting:
+                each.callback(None)
 
     def drain_when_ready(self) -> None:
         """Remember it."""
@@ -367,9 +363,9 @@ class Supervisor:
 
     def _go(self, work: Coroutine[Any, Any, None]) -> Deferred[None]:
         job: Deferred[None] = Deferred.fromCoroutine(work)
-        self._jobs.add(job)
+        self._jobs[job] = work
         job.addErrback(self._broke)
-        job.addBoth(lambda _: self._jobs.discard(job))
+        job.addBoth(lambda _: self._jobs.pop(job))
         return job
 
     def _broke(self, failure: Failure) -> None:
@@ -380,12 +376,12 @@ class Supervisor:
         self._life.fail(f"the agent failed at it: {failure.getErrorMessage()}", False)
 
     def _let_go(self) -> None:
+        """Watch and do nothing more. The job that has brought us here is at its end anyway, and cannot be cancelled."""
         self._left = True
-        if self._settling is not None and self._settling.active():
-            self._settling.cancel()
         if self._observer is not None:
             self._observer.ended = True
         for watch in self._watches:
             watch.stop()
-        for job in list(self._jobs):
-            job.cancel()
+        for job, work in list(self._jobs.items()):
+            if not getattr(work, "cr_running", False):
+                job.cancel()

@@ -1,0 +1,527 @@
+"""A node's orders, answers and reports, without a link, over real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import pytest_twisted
+from attrs import evolve
+from zope.interface.verify import verifyObject
+
+from llmgw.agent.inode import INode
+from llmgw.agent.processes import identify, marked, marks_of
+from llmgw.agent.statefolder import StateFolder, StateFolderError
+from llmgw.fleet.shard import ShardState, Wanted
+from llmgw.wire.messages import FetchLog, Inspect
+from tests.agent_rig import FAKE, KEY, NodeRig, alive, kill_all, order, script, until
+
+READY, FAILED = ShardState.READY, ShardState.FAILED
+SLEEP = script("import time\ntime.sleep(600)")
+
+
+@pytest.fixture
+def reactor():
+    from twisted.internet import reactor
+
+    return reactor
+
+
+@pytest.fixture
+def rigs(reactor, tmp_path):
+    """Makes nodes over one state folder, one after another."""
+    made: list[NodeRig] = []
+
+    def make(**more) -> NodeRig:
+        made.append(NodeRig(reactor, tmp_path, **more))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.leave()
+    if made:
+        kill_all(made[-1].left)
+
+
+def test_provides_the_links_interface(rigs):
+    """A node is what the uplink asks for."""
+    assert verifyObject(INode, rigs().node)
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_node_that_runs_nothing_reports_an_empty_list(rigs):
+    """Nothing is news, too."""
+    rig = rigs()
+    await rig.start()
+    assert rig.node.register("fleet", "127.0.0.1").shards == ()
+    assert rig.node.report().shards == ()
+
+
+@pytest_twisted.ensureDeferred
+async def test_run_is_answered_when_ready_and_repeated_orders_change_nothing(rigs):
+    """The same list any number of times: one engine, the same answer."""
+    rig = rigs()
+    await rig.start()
+    wanted = order(FAKE)
+    rig.order(wanted)
+    assert rig.reports()["m/1/0"].state is ShardState.STARTING  # Listed at once, or the leader would think it gone.
+    rig.order(wanted)
+    done = await rig.done(wanted.operation)
+    assert done.ok
+    pid = rig.reports()["m/1/0"].pid
+    rig.order(wanted)
+    rig.order(wanted)
+    assert [m for m in rig.said if m == done] == [done] * 3
+    assert rig.reports()["m/1/0"].pid == pid
+    report = rig.reports()["m/1/0"]
+    assert report.order == wanted and report.key == KEY and report.url.endswith(str(wanted.allocation.ports[0]))
+
+
+@pytest_twisted.ensureDeferred
+async def test_absence_is_no_order(rigs):
+    """A running shard that a desired state does not list is left running and reported."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(FAKE))
+    await rig.done(wanted.operation)
+    rig.order()
+    assert rig.reports()["m/1/0"].state is READY
+
+
+@pytest_twisted.ensureDeferred
+async def test_stop_takes_it_off_the_list_when_the_leader_does(rigs):
+    """A stopped shard is reported as stopped until a desired state no longer names it."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(FAKE))
+    await rig.done(wanted.operation)
+    stop = evolve(wanted, wanted=Wanted.STOP, operation="stop")
+    rig.order(stop)
+    assert (await rig.done("stop")).ok
+    assert rig.reports()["m/1/0"].state is ShardState.STOPPED
+    assert not rig.left()
+    rig.order()
+    assert rig.reports() == {}
+    rig.order(evolve(stop, operation="again"))
+    assert (await rig.done("again")).ok
+
+
+@pytest_twisted.ensureDeferred
+async def test_drain_keeps_running(rigs):
+    """A drain changes what is shown, not what runs."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(FAKE))
+    await rig.done(wanted.operation)
+    rig.order(evolve(wanted, wanted=Wanted.DRAIN, operation="drain"))
+    assert (await rig.done("drain")).ok
+    report = rig.reports()["m/1/0"]
+    assert report.state is ShardState.DRAINING and alive(report.pid)
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_ended_attempt_is_never_restarted(rigs):
+    """Only the leader raises the attempt: the same one again is answered with its failure, a higher one is started."""
+    rig = rigs()
+    await rig.start()
+    wanted = order(script("print('first cause'); raise SystemExit(4)"))
+    rig.order(wanted)
+    done = await rig.done(wanted.operation)
+    assert (done.ok, done.error) == (False, "exited")
+    rig.order(evolve(wanted, operation="other"))
+    assert (await rig.done("other")).error == "exited"
+    assert rig.reports()["m/1/0"].exit.code == 4
+    rig.order(order(FAKE, attempt=2))
+    assert (await rig.done("run:m/1/0:2")).ok
+    assert rig.reports()["m/1/0"].attempt == 2
+    rig.order(evolve(wanted, operation="late"))
+    assert (await rig.done("late")).error == "stale_attempt"
+    log = rig.node._fetch_log(FetchLog("log", 1, "cp1", "m/1/0", 1, 0, 1000))
+    assert log.result["text"] == "first cause\n"
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_higher_attempt_ends_the_one_before(rigs):
+    """Two attempts of one shard never run at once."""
+    rig = rigs()
+    await rig.start()
+    rig.order(first := order(FAKE, devices=("GPU-a",)))
+    await rig.done(first.operation)
+    pid = rig.reports()["m/1/0"].pid
+    rig.order(second := order(FAKE, attempt=2, devices=("GPU-a",)))
+    assert rig.reports()["m/1/0"].attempt == 2
+    assert (await rig.done(second.operation)).ok
+    assert not alive(pid)
+
+
+@pytest_twisted.ensureDeferred
+async def test_devices_are_never_given_twice(rigs):
+    """A device that another shard holds is refused, whatever the leader believes, and the refusal leaves no trace."""
+    rig = rigs()
+    await rig.start()
+    rig.order(first := order(SLEEP, devices=("GPU-a",)))
+    rig.order(first, second := order(FAKE, shard="x/1/0", devices=("GPU-a", "GPU-b")))
+    done = await rig.done(second.operation)
+    assert (done.error, done.result["text"]) == ("device_in_use", "device GPU-a is held by m/1/0")
+    assert "x/1/0" not in rig.reports()
+    assert not (rig.path / "shards" / "x%2F1%2F0" / "1").exists()
+    rig.order(first, second)
+    assert rig.said[-1] == done or done in rig.said[-3:]
+    shared = [order(SLEEP, shard=f"s/{n}/0", devices=("GPU-b",), share=True) for n in (1, 2)]
+    rig.order(first, *shared)
+    await until(rig.reactor, lambda: all(rig.reports()[one.shard].pid for one in shared))
+
+
+@pytest_twisted.ensureDeferred
+async def test_refusals(rigs):
+    """What cannot be started is answered with a word and a sentence that names what is missing."""
+    rig = rigs()
+    await rig.start()
+    held = order(SLEEP, shard="held/1/0")
+    rig.order(held)
+    listener = subprocess.Popen(
+        [sys.executable, "-c", "import socket\ns=socket.socket();s.bind(('127.0.0.1',0));s.listen();print(s.getsockname()[1],"
+         "flush=True)\nimport time;time.sleep(60)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        port = int(listener.stdout.readline())
+        cases = {
+            "device_missing": (order(FAKE, shard="a/1/0", devices=("GPU-z",)), "n1 has no device GPU-z"),
+            "port_in_use": (order(FAKE, shard="b/1/0", ports=(port,)), f"port {port} is in use by pid {listener.pid} (python"),
+            "invalid": (order((), shard="c/1/0"), "a command engine needs `argv`"),
+        }
+        missing = order(FAKE, shard="d/1/0")
+        cases["no_installation"] = (
+            evolve(missing, profile=evolve(missing.profile, engine="vllm")),
+            "engine vllm is not installed on n1 (there: command)",
+        )
+        rig.order(held, *(wanted for wanted, _ in cases.values()))
+        for code, (wanted, text) in cases.items():
+            done = await rig.done(wanted.operation)
+            assert done.error == code and text in done.result["text"]
+        same = order(FAKE, shard="e/1/0", ports=held.allocation.ports)
+        rig.order(held, same)
+        assert (await rig.done(same.operation)).result["text"] == f"port {held.allocation.ports[0]} is held by held/1/0"
+    finally:
+        listener.kill()
+        listener.wait()
+        listener.stdout.close()
+
+
+@pytest_twisted.ensureDeferred
+async def test_one_bad_order_keeps_no_other_from_being_followed(rigs, expect_failures):
+    """An order that cannot even be read is answered, and the next one is followed."""
+    expect_failures(AttributeError)
+    rig = rigs()
+    await rig.start()
+    bad, good = evolve(order(FAKE, shard="bad/1/0"), profile=None), order(FAKE)
+    rig.order(bad, good)
+    assert (await rig.done(good.operation)).ok
+    assert (await rig.done(bad.operation)).error == "internal"
+
+
+@pytest_twisted.ensureDeferred
+async def test_answers_survive_the_agent(rigs):
+    """A repeated operation is answered by the next agent as it was by the one before, and serials go on growing."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(FAKE))
+    done = await rig.done(wanted.operation)
+    before = rig.reports()["m/1/0"]
+    rig.leave()
+    rig = rigs()
+    await rig.start()
+    after = rig.reports()["m/1/0"]
+    assert (after.pid, after.state, after.key) == (before.pid, READY, KEY)
+    assert after.serial > before.serial
+    rig.order(wanted)
+    assert done in rig.said
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_failure_is_told_by_the_next_agent(rigs):
+    """A shard that failed is reported as failed by the next agent, until the leader no longer lists it."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(script("raise SystemExit(9)")))
+    await rig.done(wanted.operation)
+    rig.leave()
+    rig = rigs()
+    await rig.start()
+    assert (rig.reports()["m/1/0"].state, rig.reports()["m/1/0"].exit.code) == (FAILED, 9)
+    rig.order()
+    assert rig.reports() == {}
+    rig.leave()
+    (rig.path / "operations.jsonl").unlink()
+    rig = rigs()
+    await rig.start()
+    rig.order()
+    rig.order(wanted)  # Even with the answers lost, the attempt's own folder knows this operation.
+    assert (await rig.done(wanted.operation)).error == "failed"
+    assert not rig.left()
+
+
+@pytest_twisted.ensureDeferred
+async def test_events_of_a_time_without_link_are_told_later(rigs):
+    """What happened while nobody listened is said when somebody does, the output's end with a failure."""
+    rig = rigs()
+    await rig.start()
+    rig.node.disconnected("test")
+    rig.order(wanted := order(script("print('why');raise SystemExit(1)")))
+    await until(rig.reactor, lambda: rig.reports()["m/1/0"].state is FAILED)
+    assert rig.events() == []
+    rig.node.connected(rig.said.append)
+    assert rig.events()[-1] == (wanted.shard, "starting", "failed")
+    assert rig.said[-1].tail == ("why",)
+
+
+@pytest_twisted.ensureDeferred
+async def test_logs_by_offset(rigs):
+    """Output is read by offset, negative from the end, a character cut in two left to the next piece; ids are no paths."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(script("print('abcdefgh\u00e9')\nraise SystemExit(1)")))
+    await rig.done(wanted.operation)
+
+    def ask(shard="m/1/0", attempt=0, offset=0, limit=100):
+        return rig.node._fetch_log(FetchLog("log", 1, "cp1", shard, attempt, offset, limit))
+
+    assert ask().result == {"attempt": 1, "offset": 0, "next": 11, "size": 11, "text": "abcdefgh\u00e9\n"}
+    assert ask(limit=9).result == {"attempt": 1, "offset": 0, "next": 8, "size": 11, "text": "abcdefgh"}
+    assert ask(offset=-3).result["text"] == "\u00e9\n"
+    assert ask(offset=50).result["text"] == ""
+    assert ask(attempt=7).error == "not_found"
+    for path in ("../../etc", "m/1/0/../..", "/etc/passwd", ".."):
+        assert ask(path).error == "not_found"
+
+
+@pytest_twisted.ensureDeferred
+async def test_inspect_tells_what_was_looked_at(rigs):
+    """The answer to an inspection has the files under C{files}."""
+    rig = rigs()
+    await rig.start()
+    done = await rig.node.inspect(Inspect("op", 1, "cp1", "smol.gguf", "command"))
+    assert done.ok and done.result["files"]["looked"] in (["/nowhere"], ("/nowhere",))
+
+
+def test_a_second_agent_on_one_folder_is_refused(tmp_path):
+    """It is told who has the folder."""
+    first, second = StateFolder(tmp_path / "s", lambda: "a"), StateFolder(tmp_path / "s", lambda: "b")
+    first.open()
+    try:
+        with pytest.raises(StateFolderError, match=f"another llmgw-agent \\(pid {os.getpid()}\\) uses {tmp_path}/s"):
+            second.open()
+    finally:
+        first.close()
+    second.open()
+    assert (second.instance, second.starts) == ("a", 2)
+    assert os.stat(tmp_path / "s").st_mode & 0o777 == 0o700
+    second.close()
+
+
+@pytest_twisted.ensureDeferred
+async def test_two_agents_of_one_machine_do_not_touch_each_other(rigs, reactor, tmp_path):
+    """The same shard and attempt of an agent with another state folder is another agent's."""
+    rig = rigs()
+    await rig.start()
+    rig.order(mine := order(FAKE))
+    await rig.done(mine.operation)
+    other = NodeRig(reactor, tmp_path / "other")
+    other.state.instance = "i2"
+    try:
+        await other.start()
+        other.order(theirs := order(FAKE))
+        assert (await other.done(theirs.operation)).ok
+        pid = other.reports()["m/1/0"].pid
+        rig.order(evolve(mine, wanted=Wanted.STOP, operation="stop"))
+        await rig.done("stop")
+        assert alive(pid)
+        other.order(evolve(theirs, wanted=Wanted.STOP, operation="stop"))
+        await other.done("stop")
+    finally:
+        other.leave()
+
+
+# Agents that die: a driver process that holds a node, killed for real.
+
+DRIVER = """
+import sys, json
+from pathlib import Path
+from twisted.internet import reactor
+from twisted.internet.defer import Deferred
+from tests.agent_rig import NodeRig
+from llmgw.fleet.plain import from_text
+from llmgw.fleet.shard import ShardOrder
+orders = [from_text(text, ShardOrder) for text in sys.argv[2:]]
+async def main():
+    rig = NodeRig(reactor, Path(sys.argv[1]))
+    await rig.start()
+    for order in orders:
+        rig.order(order)
+        print(order.operation, (await rig.done(order.operation)).ok, flush=True)
+Deferred.fromCoroutine(main()).addErrback(lambda f: (f.printTraceback(), reactor.stop()))
+reactor.run()
+"""
+
+
+def driver(path: Path, *orders, prelude: str = "") -> subprocess.Popen:
+    from llmgw.fleet.plain import to_text
+
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + DRIVER, str(path), *map(to_text, orders)],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest_twisted.ensureDeferred
+async def test_engines_outlive_kill_9_of_the_agent(rigs, tmp_path):
+    """SIGKILL of the agent: the engine goes on, the next agent adopts the same pid as ready, and can stop it."""
+    wanted = order(FAKE)
+    agent = driver(tmp_path, wanted)
+    try:
+        assert agent.stdout.readline() == f"{wanted.operation} True\n"
+    finally:
+        end(agent)
+    run = json.loads((tmp_path / "shards" / "m%2F1%2F0" / "1" / "run.json").read_text())
+    assert alive(run["engine"]["pid"])
+    rig = rigs()
+    await rig.start()
+    report = rig.reports()["m/1/0"]
+    assert (report.pid, report.state, report.attempt) == (run["engine"]["pid"], READY, 1)
+    rig.order(wanted)
+    assert (await rig.done(wanted.operation)).ok
+    assert len(marked(marks_of("i1", "m/1/0", 1))) == 2  # The shim and the engine: no twin.
+    rig.order(evolve(wanted, wanted=Wanted.STOP, operation="stop"))
+    assert (await rig.done("stop")).ok
+    assert not alive(report.pid)
+
+
+# Each of these points lies between two files that must not be taken for each other.
+POINTS = {
+    "before the shim": "import llmgw.agent.supervisor as s, os\ns.spawn_shim = lambda *a: os.kill(os.getpid(), 9)\n",
+    "right after the shim": (
+        "import llmgw.agent.supervisor as s, os\nspawn = s.spawn_shim\n"
+        "s.spawn_shim = lambda *a: (spawn(*a), os.kill(os.getpid(), 9))\n"
+    ),
+    "before the launch is written": (
+        "import llmgw.agent.shardfolder as f, os\nwrite = f.AttemptFolder.write\n"
+        "f.AttemptFolder.write = lambda self, name, value: os.kill(os.getpid(), 9) if name == 'launch.json' "
+        "else write(self, name, value)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest_twisted.ensureDeferred
+async def test_killed_while_starting_there_is_no_twin(rigs, tmp_path, point):
+    """Whenever an agent is killed during a start: the next one has exactly one engine, and it becomes ready."""
+    wanted = order(FAKE)
+    agent = driver(tmp_path, wanted, prelude=POINTS[point])
+    try:
+        assert agent.wait(20) == -signal.SIGKILL
+    finally:
+        end(agent)
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted)
+    assert (await rig.done(wanted.operation)).ok
+    engines = [pid for pid in marked(marks_of("i1", "m/1/0", 1)) if b"fake_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert engines == [rig.reports()["m/1/0"].pid]
+
+
+@pytest_twisted.ensureDeferred
+async def test_killed_while_stopping_the_stop_goes_on(rigs, reactor, tmp_path):
+    """An agent killed in the middle of a stop: the next one ends the engine without being told again."""
+    wanted = order([*FAKE, "--ignore-term"], grace=60.0)
+    agent = driver(tmp_path, wanted, evolve(wanted, wanted=Wanted.STOP, operation="stop"))
+    folder = tmp_path / "shards" / "m%2F1%2F0" / "1"
+    try:
+        await until(reactor, lambda: (folder / "run.json").exists())
+        pid = json.loads((folder / "run.json").read_text())["engine"]["pid"]
+        await until(reactor, lambda: '"stop"' in (folder / "intent.json").read_text())
+    finally:
+        end(agent)
+    intent = json.loads((folder / "intent.json").read_text())
+    intent["order"]["grace"] = 0.2
+    (folder / "intent.json").write_text(json.dumps(intent))
+    rig = rigs()
+    await rig.start()
+    await until(rig.reactor, lambda: not alive(pid))
+
+
+@pytest_twisted.ensureDeferred
+async def test_full_disk(rigs, monkeypatch):
+    """Without room for an engine's output a start is refused in a sentence; reports and answers go on."""
+    rig = rigs()
+    await rig.start()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wanted = order(FAKE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # Every write to a file fails.
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        rig.order(wanted)
+        done = await rig.done(wanted.operation)
+        assert done.error == "start_failed" and "File too large" in done.result["text"]
+        assert rig.node.report().shards == ()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not rig.left()
+    rig.order(again := evolve(wanted, operation="again"))
+    assert (await rig.done(again.operation)).ok
+
+
+@pytest_twisted.ensureDeferred
+async def test_little_room_is_refused_with_figures(rigs, monkeypatch):
+    """The free space is looked at before anything is written."""
+    monkeypatch.setattr("llmgw.agent.checks.DISK_NEEDED", 2**62)
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(FAKE))
+    done = await rig.done(wanted.operation)
+    assert done.error == "disk_full"
+    assert f"are free under {rig.path}, " in done.result["text"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_broken_files_keep_nobody_from_starting(rigs, tmp_path):
+    """Garbage in the state folder is logged; what can be read is adopted."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(FAKE))
+    await rig.done(wanted.operation)
+    rig.leave()
+    for name in ("x%2F1%2F0/3/intent.json", "y/1/run.json", "z%2F1%2F0/nonsense", "m%2F1%2F0/2/intent.json"):
+        path = tmp_path / "shards" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\xff{")
+    (tmp_path / "operations.jsonl").write_bytes(
+        b'{"operation": "a", "ok": tr\n\xff\n' + (tmp_path / "operations.jsonl").read_bytes()
+    )
+    rig = rigs()
+    await rig.start()
+    assert rig.reports()["m/1/0"].state is READY
+    rig.order(wanted)
+    assert (await rig.done(wanted.operation)).ok
+
+
+def test_identity_of_a_process_that_is_gone():
+    """Nobody."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert identify(process.pid) is None

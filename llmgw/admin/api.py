@@ -101,14 +101,14 @@ class Api(Resource):
         request.finish()
 
 
-class _Site(Site):
-    """What people and Prometheus ask is no news; what they order is an event of its own."""
+class QuietSite(Site):
+    """What operators ask is no news: twisted.web would log every request."""
 
-    displayTracebacks = False  # noqa: N815
+    displayTracebacks = False  # noqa: N815  (Twisted's name)
     noisy = False
 
-    def log(self, request: Request) -> None:
-        """Nothing."""
+    def log(self, request: Any) -> None:
+        """Say nothing."""
 
 
 class Admin(Service):
@@ -124,9 +124,7 @@ class Admin(Service):
         self.setName("admin")
         self._path = path
         self._reactor = reactor
-        self._site = _Site(Api(server, reactor))
-        # Operators' questions are no news: twisted.web would log each of them.
-        self._site.log = lambda request: None
+        self._site = QuietSite(Api(server, reactor))
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:

@@ -77,7 +77,7 @@ class EngineConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_between_chunks", "_complete", "_endpoint", "_fields", "_framing", "_head_bytes", "_parser", "_pieces", "_status",
+        "_between_chunks", "_complete", "_endpoint", "_fields", "_framing", "_head_bytes", "_parser", "_pieces", "_reusable", "_status",
         "client", "closing", "heard", "idle_since", "raw", "reader", "reused", "transport",
     )  # fmt: skip
 
@@ -99,6 +99,7 @@ class EngineConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._status = 0
         self._complete = False
+        self._reusable = False
         self._between_chunks = True
         self.heard = False
 
@@ -201,7 +202,7 @@ class EngineConnection(asyncio.Protocol):
         """The answer is whole and passed on: keep the connection for the next request, if it can be."""
         if self.reader is None:
             return
-        reusable = self._complete and not self.closing and self._framing != UNTIL_CLOSE and self._parser.should_keep_alive()
+        reusable = self._complete and not self.closing and self._reusable
         self.reader = self.raw = self.client = None
         if not reusable or self.transport.get_write_buffer_size():
             self.abort()
@@ -255,6 +256,7 @@ class EngineConnection(asyncio.Protocol):
         """The answer is whole."""
         if self._status:
             self._complete = True
+            self._reusable = self._framing != UNTIL_CLOSE and self._parser.should_keep_alive()
 
 
 class Upstream(Candidate):

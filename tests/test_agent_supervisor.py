@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import pytest_twisted
@@ -105,6 +106,25 @@ async def test_death_by_signal(rig):
     await rig.reach(shard, FAILED)
     assert shard.report().exit.signal == signal.SIGKILL
     assert not shard.report().exit.forced
+
+
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK), reason="needs to set a memory limit")
+@pytest_twisted.ensureDeferred
+async def test_killed_for_lack_of_memory(rig):
+    """The kernel's OOM killer is named as the reason, and the agent lives."""
+    limit = Path("/sys/fs/cgroup/memory") / f"llmgw-test-{os.getpid()}"
+    code = "import sys,time\ntime.sleep(0.3)\nkept=[b'x'*2**20 for _ in range(200)]\ntime.sleep(600)"
+    shard = rig.start(order(script(code)))
+    run = await until(rig.reactor, shard.folder.run)
+    limit.mkdir()
+    try:
+        (limit / "memory.limit_in_bytes").write_text(str(50 * 2**20))
+        (limit / "cgroup.procs").write_text(str(run.engine.pid))
+        await rig.reach(shard, FAILED)
+        assert shard.report().exit.signal == signal.SIGKILL
+        assert "for lack of memory" in shard.report().diagnosis.text
+    finally:
+        limit.rmdir()
 
 
 @pytest_twisted.ensureDeferred

@@ -14,7 +14,7 @@ from twisted.logger import Logger
 from llmgw.agent.output import read_output, written
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import ProcessId, Tree
-from llmgw.agent.progress import Health, StartDeadline
+from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline
 from llmgw.agent.shardfolder import AttemptFolder, Intent
 from llmgw.fleet.shard import EngineLoad, ShardState
 from llmgw.fleet.units import show_duration
@@ -42,7 +42,7 @@ class Watched(Protocol):
         """It answers for its model."""
 
     def cannot(self, code: str, reason: str) -> None:
-        """It will never be ready; C{code} is a stable word."""
+        """It will never be ready, or never again; C{code} is a stable word."""
 
     def changed(self) -> None:
         """Its health is another."""
@@ -163,11 +163,14 @@ class Observer:
         problem = await self._probe.healthy(intent)
         await self._ask_load(intent)
         before = self.health.healthy
-        self.health.saw(problem, self.load.tokens)
+        now = self._reactor.seconds()
+        self.health.saw(now, problem, self.load.tokens, written(self._watched.folder.path))
         standing = {text for text in self.conditions if not text.startswith("unhealthy")}
         self.conditions = frozenset(standing if self.health.healthy else {*standing, f"unhealthy: {self.health.reason}"})
         if before != self.health.healthy:
             self._watched.changed()
+        if self.health.hangs(now):
+            self._watched.cannot("hung", f"it hangs: no answer, no token and no output for {HUNG_AFTER:g} s ({problem})")
 
     async def _ask_load(self, intent: Intent) -> None:
         if not intent.metrics or self._watched.adapter is None:

@@ -40,6 +40,12 @@ class ProcessId:
     start: int
 
 
+def oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory since the boot, of the machine or of a cgroup."""
+    with open("/proc/vmstat") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+
+
 @frozen
 class Stat:
     """What C{/proc/PID/stat} says. C{alive} is False for a zombie none of whose threads runs on."""

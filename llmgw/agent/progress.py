@@ -7,6 +7,7 @@ from attrs import define, field
 LONGEST_START = 7200.0
 QUIET = 60.0
 FAILURES = 3
+HUNG_AFTER = 60.0
 RECOVERIES = 2
 
 
@@ -46,26 +47,36 @@ class StartDeadline:
 
 @define
 class Health:
-    """Three failed probes in a row make an engine unhealthy, two good ones healthy again.
+    """Three failed probes in a row make an engine unhealthy, two good ones healthy again; after 60 s of failures it hangs.
 
-    A failure does not count while the engine makes tokens: a busy one may be slow to answer.
+    A failure does not count while the engine makes tokens or prints: a busy one may be slow to answer.
+
+    @ivar failing_since: when the first of the present failures was, None without one.
     """
 
     healthy: bool = True
     reason: str = ""
+    failing_since: float | None = None
     _failed: int = 0
     _good: int = 0
     _tokens: int | None = None
+    _written: int = 0
 
-    def saw(self, problem: str, tokens: int | None) -> None:
-        """One probe's result, C{problem} empty for a good one, and the tokens made so far where they are known."""
-        progress = tokens is not None and self._tokens is not None and tokens > self._tokens
+    def saw(self, now: float, problem: str, tokens: int | None, written: int = 0) -> None:
+        """One probe's result, C{problem} empty for a good one; tokens made so far where they are known, and bytes printed."""
+        progress = written > self._written or (tokens is not None and self._tokens is not None and tokens > self._tokens)
         self._tokens = self._tokens if tokens is None else tokens
+        self._written = written
         if problem and not progress:
             self._failed, self._good = self._failed + 1, 0
+            self.failing_since = now if self.failing_since is None else self.failing_since
         else:
-            self._failed, self._good = 0, self._good + 1
+            self._failed, self._good, self.failing_since = 0, self._good + 1, None
         if self._failed >= FAILURES:
             self.healthy, self.reason = False, problem
         elif self._good >= RECOVERIES:
             self.healthy, self.reason = True, ""
+
+    def hangs(self, now: float) -> bool:
+        """Whether it has done nothing at all for so long that only an end helps."""
+        return not self.healthy and self.failing_since is not None and now - self.failing_since >= HUNG_AFTER

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -26,7 +27,7 @@ from llmgw.agent.launching import OUTPUT_LIMIT, CannotStart, spawn_shim, write_l
 from llmgw.agent.life import begin_life
 from llmgw.agent.observer import Observer
 from llmgw.agent.output import last_lines
-from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, is_alive, marks_of
+from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, is_alive, marks_of, oom_kills
 from llmgw.agent.reports import Surroundings, Transition, describe
 from llmgw.agent.shardfolder import AttemptFolder, Intent, Outcome, Reached, Run
 from llmgw.agent.shim import keep_bounded
@@ -63,6 +64,7 @@ class Supervisor:
         self._over: list[Deferred[None]] = []
         self._drain_later = False
         self._left = False
+        self._oom_kills: int | None = None
         self._last: ShardReport | None = None
         self.folder = folder
         self.intent = intent
@@ -200,7 +202,7 @@ class Supervisor:
             self._life.serves(reason)
 
     def cannot(self, code: str, reason: str) -> None:
-        """It will never be ready."""
+        """It will never be ready, or never again."""
         if not self._left and self._ending is None and not self.is_over:
             self.code = code
             self._life.fail(reason, False)
@@ -253,6 +255,7 @@ class Supervisor:
 
     def _follow(self, run: Run) -> None:
         self.tree = evolve(self.tree, shim=run.shim, engine=run.engine)
+        self._oom_kills = oom_kills()
         self._observer = Observer(self._reactor, self._around.probe, self)
         self._watch(run.engine, lambda: self._go(self._engine_ended()))
         self._watch(run.shim, self._shim_ended)
@@ -297,13 +300,19 @@ class Supervisor:
         return False
 
     def _judge(self) -> None:
-        """Ask the adapter why; an adapter that raises has no opinion."""
-        if self.adapter is None or self.exit is None:
+        """Ask the adapter why; an adapter that raises has no opinion. What the kernel says comes before it."""
+        if self.exit is None:
             return
-        try:
-            self.diagnosis = self.adapter.diagnose(self.exit, last_lines(self.folder.path, self.intent.key))
-        except Exception:
-            self.log.failure("adapter {adapter} could not diagnose {shard}", adapter=self.intent.adapter, shard=self.folder.shard)
+        if self.exit.signal == signal.SIGKILL and self._oom_kills is not None and oom_kills() > self._oom_kills:
+            text = "it was killed by SIGKILL, and the kernel has killed for lack of memory meanwhile"
+            self.diagnosis = Diagnosis(
+                "node", text, "Give the node fewer engines or more memory (`dmesg` names what was killed)."
+            )
+        elif self.adapter is not None:
+            try:
+                self.diagnosis = self.adapter.diagnose(self.exit, last_lines(self.folder.path, self.intent.key))
+            except Exception:
+                self.log.failure("{adapter} could not diagnose {shard}", adapter=self.adapter.name, shard=self.folder.shard)
 
     def _shim_ended(self) -> None:
         if self.tree.engine and is_alive(self.tree.engine) and not self.is_over:

@@ -464,6 +464,38 @@ async def test_killed_while_stopping_the_stop_goes_on(rigs, reactor, tmp_path):
     await until(rig.reactor, lambda: not alive(pid))
 
 
+UNIFIED = next((p for p in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if os.path.exists(f"{p}/cgroup.controllers")), "")
+
+
+@pytest.mark.skipif(not os.access(f"{UNIFIED}/cgroup.procs", os.W_OK), reason="needs a cgroup v2 to put an agent into")
+@pytest_twisted.ensureDeferred
+async def test_a_cgroup_per_engine_where_one_is_delegated(rigs, reactor, tmp_path):
+    """With C{Delegate=yes} each engine has a cgroup of its own below the agent's, and it is gone when the engine is."""
+    group = Path(UNIFIED) / f"llmgw-test-{os.getpid()}"
+    group.mkdir()
+    wanted = order([*FAKE, "--fork-setsid"])
+    join = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
+    agent = None
+    try:
+        os.setxattr(group, "user.delegate", b"1")
+        agent = driver(tmp_path, wanted, prelude=join)
+        assert agent.stdout.readline() == f"{wanted.operation} True\n"
+        own = group / "llmgw-m_1_0.1"
+        end(agent)
+        rig = rigs()
+        await rig.start()
+        inside = {int(pid) for pid in (own / "cgroup.procs").read_text().split()}
+        assert rig.reports()["m/1/0"].pid in inside and len(inside) == 2
+        rig.order(evolve(wanted, wanted=Wanted.STOP, operation="stop"))
+        assert (await rig.done("stop")).ok
+        assert not own.exists() and not any(map(alive, inside))
+    finally:
+        if agent is not None:
+            end(agent)
+        kill_all(lambda: {int(pid) for pid in (group / "cgroup.procs").read_text().split()})
+        group.rmdir()
+
+
 @pytest_twisted.ensureDeferred
 async def test_full_disk(rigs, monkeypatch):
     """Without room for an engine's output a start is refused in a sentence; reports and answers go on."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from llmgw.store.errors import StoreError
@@ -33,9 +34,9 @@ class LockFile:
             raise StoreError(
                 f"{self._path} is locked by pid {holder}, another llmgw-server on this store: stop it first", "locked"
             ) from None
-        os.ftruncate(file, 0)
-        os.write(file, f"{os.getpid()}\n".encode())
         self._file = file
+        with suppress(OSError):  # on a full disk the lock holds all the same
+            os.pwrite(file, f"{os.getpid():<19}\n".encode(), 0)
 
     def release(self) -> None:
         """Let go."""

@@ -55,6 +55,11 @@ class SqlStore:
         """The file, or the database's address without secrets."""
         return self.backend.place
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed, or begun to."""
+        return self._thread.closing
+
     def open(self) -> Deferred[Opened]:
         """Lock, check and migrate.
 

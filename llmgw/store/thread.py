@@ -56,7 +56,7 @@ class StoreThread:
         self._name = name
         self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(self.limit)
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self.closing = False
 
     def run(self, what: str, call: Callable[[], T], timeout: float) -> Deferred[T]:
         """What C{call} returns, run in the thread.
@@ -64,7 +64,7 @@ class StoreThread:
         @param what: the verb phrase for errors: C{"write the catalog"}.
         @raise StoreError: closed, too many jobs waiting, or not done in time; besides what C{call} raises.
         """
-        if self._closing:
+        if self.closing:
             return fail(StoreError(f"the store is closed and cannot {what}", "closed"))
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
@@ -81,10 +81,10 @@ class StoreThread:
 
     def close(self, last: Callable[[], None], timeout: float) -> Deferred[None]:
         """Finish what waits, then run C{last} and end the thread; a thread that hangs is left behind after C{timeout}."""
-        if self._closing:
+        if self.closing:
             return fail(StoreError("the store is closed already", "closed"))
         done: Deferred[None] = self.run("close", last, timeout)
-        self._closing = True
+        self.closing = True
         with suppress(queue.Full):  # full means that it hangs; as a daemon thread it then ends with the process
             self._jobs.put_nowait(None)
         return done

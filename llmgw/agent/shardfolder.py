@@ -229,6 +229,8 @@ class ShardFolders:
 
 
 def _folder_name(shard: str) -> str:
-    """One path component for any shard id. An id holds at least two slashes, so it never becomes C{..}."""
+    """One path component for any shard id, also for one that nobody should have, like C{..} or none at all."""
     name = quote(shard, safe="")
+    if not name.strip("."):
+        name = f"~{name.replace('.', '%2E')}"
     return name if len(name) <= 150 else f"{name[:100]}~{hashlib.sha256(shard.encode()).hexdigest()[:24]}"

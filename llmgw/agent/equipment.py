@@ -1,0 +1,79 @@
+"""What is on this node, kept fresh: hardware now and then, engines when their files change, weights when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from twisted.internet.defer import Deferred
+from twisted.internet.task import LoopingCall
+from twisted.internet.threads import deferToThreadPool
+from twisted.logger import Logger
+
+from llmgw.agent.installations import Installations
+from llmgw.agent.weights import WeightFinder
+from llmgw.fleet.node import Installation, Inventory
+from llmgw.fleet.shard import WeightFiles
+from llmgw.interfaces import Flags, IInventory
+
+EVERY = 30.0
+WEIGHTS_DEADLINE = 60.0
+
+
+class NodeEquipment:
+    """@ivar inventory: as last taken; None before the first time."""
+
+    log = Logger()
+
+    def __init__(self, reactor: Any, taker: IInventory, installations: Installations, finder: WeightFinder) -> None:
+        self._reactor = reactor
+        self._taker = taker
+        self._installations = installations
+        self._finder = finder
+        self._loop = LoopingCall(self._again)
+        self._loop.clock = reactor
+        self.inventory: Inventory | None = None
+        self.changed: Callable[[], None] = lambda: None
+
+    def begin(self) -> Deferred[None]:
+        """The first look; fires when there is an inventory, which no sick device or library prevents."""
+        self._installations.start()
+        return Deferred.fromCoroutine(self._begin())
+
+    async def _begin(self) -> None:
+        await self._again()
+        self._loop.start(EVERY, now=False)
+
+    def end(self) -> None:
+        """Look no more."""
+        if self._loop.running:
+            self._loop.stop()
+
+    def _again(self) -> Deferred[None]:
+        taken = self._taker.take().addCallback(self._took)
+        return taken.addErrback(lambda failure: self.log.failure("while taking the inventory", failure))
+
+    def _took(self, inventory: Inventory) -> None:
+        before, self.inventory = self.inventory, inventory
+        if before is not None and [d.uuid for d in before.devices if not d.problem] != [
+            d.uuid for d in inventory.devices if not d.problem
+        ]:
+            self.changed()
+
+    def installations(self) -> tuple[Installation, ...]:
+        """The engines, with what is known of their versions."""
+        return self._installations.all()
+
+    async def flags(self, installation: Installation) -> Flags:
+        """What the installed version prints in its help; empty where nobody could ask."""
+        return self._installations.flags(installation)
+
+    async def weights(self, weights: str) -> WeightFiles:
+        """What is found of these weights; a file system that hangs is a problem of theirs, not of ours."""
+        looked = deferToThreadPool(self._reactor, self._reactor.getThreadPool(), self._finder.inspect, weights)
+        try:
+            found: WeightFiles = await looked.addTimeout(WEIGHTS_DEADLINE, self._reactor)
+        except TimeoutError:
+            why = f"reading {weights} took longer than {WEIGHTS_DEADLINE:g} s: does its file system hang?"
+            return WeightFiles(weights, found=False, problem=why)
+        return found

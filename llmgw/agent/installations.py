@@ -1,0 +1,162 @@
+"""Which engines are installed on this node, and what their installed versions say of themselves.
+
+An engine that imports half a machine-learning stack takes many seconds to print its version, so it is asked once per
+command and file time, in a child with a deadline, one engine after another, and the answers are kept on disk. Nobody waits
+for them: until they are there an installation's version is unknown, which only ever warns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+from twisted.internet.defer import Deferred, DeferredLock
+from twisted.logger import Logger
+
+from llmgw.agent.child import ChildFailed, run_child
+from llmgw.config.agent import EngineSettings
+from llmgw.fleet.node import Installation
+from llmgw.interfaces import Flags, IEngineAdapter
+
+DEADLINE = 180.0
+KEPT = 200
+
+
+def stamp(command: Sequence[str], path: str | None) -> str:
+    """What changes when another version is installed under the same command."""
+    parts = []
+    for word in command:
+        found = shutil.which(word, path=path) or (word if os.path.isabs(word) else None)
+        if found and os.path.exists(found):
+            parts.append(f"{os.path.realpath(found)}@{os.stat(found).st_mtime_ns}")
+    return " ".join([*command, *parts])
+
+
+class Installations:
+    """@param environment: what an engine is asked in; its PATH is where commands are looked for.
+
+    @param cache: the file that keeps answers.
+    @param changed: called when something new is known.
+    """
+
+    log = Logger()
+
+    def __init__(
+        self,
+        reactor: Any,
+        engines: Sequence[EngineSettings],
+        adapters: Mapping[str, IEngineAdapter],
+        cache: Path,
+        environment: Mapping[str, str],
+        changed: Callable[[], None] = lambda: None,
+        deadline: float = DEADLINE,
+    ) -> None:
+        self._reactor = reactor
+        self._adapters = adapters
+        self._cache = cache
+        self._environment = environment
+        self._changed = changed
+        self._deadline = deadline
+        self._one_at_a_time = DeferredLock()
+        self._answers: dict[str, str] = {}
+        self._asking: set[str] = set()
+        self._found = {row.name: self._installation(row) for row in [*self._defaults(engines), *engines]}
+
+    def _defaults(self, engines: Sequence[EngineSettings]) -> list[EngineSettings]:
+        """An adapter's own command, where it is on PATH and no entry says otherwise."""
+        named = {row.name for row in engines}
+        rows = [EngineSettings(name, name, tuple(adapter.default_command)) for name, adapter in self._adapters.items()]
+        return [row for row in rows if row.name not in named and not self._missing(row.command)]
+
+    def _missing(self, command: Sequence[str]) -> str:
+        path = self._environment.get("PATH")
+        if not command or shutil.which(command[0], path=path):
+            return ""
+        return f"{command[0]} is not there or not executable"
+
+    def _installation(self, row: EngineSettings) -> Installation:
+        adapter = self._adapters.get(row.adapter)
+        if adapter is None:
+            why = f"there is no adapter {row.adapter}; there are {', '.join(sorted(self._adapters))}"
+            return Installation(row.name, row.adapter, row.command, problem=why)
+        command = row.command or tuple(adapter.default_command)
+        return Installation(row.name, row.adapter, command, problem=self._missing(command))
+
+    def start(self) -> None:
+        """Read what was kept, and ask what was not, in the background."""
+        try:
+            kept = json.loads(self._cache.read_text())
+            self._answers = {str(key): str(value) for key, value in dict(kept).items()}
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            self.log.warn("{cache} is not usable, engines are asked again: {error}", cache=str(self._cache), error=str(error))
+        for installation in self.all():
+            self._ask_quietly(installation, "version")
+            self._ask_quietly(installation, "flags")
+
+    def all(self) -> tuple[Installation, ...]:
+        """The engines as known now."""
+        return tuple(self._found.values())
+
+    def flags(self, installation: Installation) -> Flags:
+        """What the installed version prints in its help; empty while or where nobody could ask."""
+        adapter = self._adapters[installation.adapter]
+        output = self._answers.get(self._key(installation, "flags"))
+        return adapter.flags(output) if output else Flags()
+
+    def _key(self, installation: Installation, what: str) -> str:
+        return f"{what} {stamp(installation.command, self._environment.get('PATH'))}"
+
+    def _ask_quietly(self, installation: Installation, what: str) -> None:
+        key = self._key(installation, what)
+        if key in self._answers:
+            self._take(installation, what)
+        elif not installation.problem and key not in self._asking:
+            self._asking.add(key)
+            asked = Deferred.fromCoroutine(self._ask(installation, what, key))
+            asked.addErrback(lambda failure: self.log.failure("while asking {name}", failure, name=installation.name))
+
+    async def _ask(self, installation: Installation, what: str, key: str) -> None:
+        adapter = self._adapters[installation.adapter]
+        ask = adapter.version_argv if what == "version" else adapter.flags_argv
+        argv = ask(installation.command)
+        if argv is None:
+            return
+        await self._one_at_a_time.acquire()
+        try:
+            output = await run_child(self._reactor, argv, self._environment, self._deadline)
+        except ChildFailed as error:
+            self.log.warn("{name}: its {what} is unknown: {error}", name=installation.name, what=what, error=str(error))
+            return
+        finally:
+            self._asking.discard(key)
+            self._one_at_a_time.release()
+        if output.status:
+            last = (output.text.strip().splitlines() or [""])[-1][:200]
+            self.log.warn("{name}: its {what} is unknown: {last}", name=installation.name, what=what, last=last)
+            return
+        self._answers[key] = output.text
+        self._keep()
+        self._take(installation, what)
+
+    def _take(self, installation: Installation, what: str) -> None:
+        if what == "version":
+            output = self._answers[self._key(installation, what)]
+            version = self._adapters[installation.adapter].version(output)
+            self._found[installation.name] = evolve(installation, version=version)
+            self._changed()
+
+    def _keep(self) -> None:
+        newest = dict(list(self._answers.items())[-KEPT:])
+        new = self._cache.with_suffix(".new")
+        try:
+            new.write_text(json.dumps(newest))
+            os.replace(new, self._cache)
+        except OSError as error:
+            self.log.warn("cannot keep what engines said: {error}", error=str(error))

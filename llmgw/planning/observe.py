@@ -63,7 +63,7 @@ def _cover(draft: Draft, record: ShardRecord, node: str) -> None:
 
 
 def _missing(draft: Draft, record: ShardRecord, told: Told) -> None:
-    if not draft.world.fresh(told, record.placed_revision):
+    if not draft.world.fresh(told, record.placed_revision) and not (_seen(record) and not told.complete):
         return
     if record.wanted is not Wanted.RUN or record.state not in _RESTING:
         node = record.allocation.node if record.allocation else ""
@@ -72,6 +72,11 @@ def _missing(draft: Draft, record: ShardRecord, told: Told) -> None:
             _decline(draft, record, declined.code, declined.text)
         else:
             _ended(draft, record, ShardState.FAILED, f"{node} no longer has it; exit status unknown")
+
+
+def _seen(record: ShardRecord) -> bool:
+    """Whether its node has said before that this attempt runs: then a registration without it is news, too."""
+    return record.url != "" or (record.state.live and record.state is not ShardState.UNKNOWN)
 
 
 def _older(draft: Draft, record: ShardRecord, report: ShardReport, told: Told) -> None:
@@ -109,6 +114,8 @@ def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
     elif state is not ShardState.STOPPING:
         # The order is under way; until the agent says that it stops, ours is the better word.
         state = ShardState.DRAINING if record.wanted is Wanted.DRAIN else ShardState.STOPPING
+    if state is ShardState.STARTING and record.state in (ShardState.LOADING, ShardState.READY):
+        state = ShardState.LOADING
     ready = state is ShardState.READY
     url, key = (report.url, report.key) if ready else ("", "")
     reason = report.reason if report.reason or state is not record.state else record.reason

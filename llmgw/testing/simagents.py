@@ -1,0 +1,175 @@
+"""Simulated nodes: agents that follow orders as the real one does, with engines that are only numbers.
+
+They hold what a real node holds through every fault: an agent that restarts adopts its engines, a link that ends stops nothing,
+an operation that is repeated has no second effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from attrs import define, field
+
+from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts
+from llmgw.fleet.shard import ShardExit, ShardOrder, ShardReport, ShardState, Wanted
+from llmgw.wire.messages import Done, Register, Report
+
+GIB = 2**30
+
+
+@define
+class SimEngine:
+    """One attempt of a shard. C{since} is when it entered its state."""
+
+    order: ShardOrder
+    pid: int
+    state: ShardState = ShardState.STARTING
+    since: float = 0.0
+    reason: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether its process exists."""
+        return self.state.live
+
+
+@define
+class SimAgent:
+    """One node.
+
+    @ivar load: seconds from start to ready; C{grace} from the order to stop to the end.
+    @ivar doomed: models whose engines die while loading.
+    @ivar stopped: every shard that was stopped by order, with the order: what nobody ordered must not be in it.
+    """
+
+    name: str
+    devices: int
+    random: Random
+    load: float = 5.0
+    grace: float = 1.0
+    labels: dict[str, str] = field(factory=dict)
+    fabrics: tuple[Fabric, ...] = ()
+    engines: dict[str, SimEngine] = field(factory=dict)
+    answered: dict[str, Done] = field(factory=dict)
+    fence: tuple[int, str] = (0, "")
+    applied: tuple[int, int] = (0, 0)
+    session: str = ""
+    alive: bool = True
+    doomed: set[str] = field(factory=set)
+    stopped: list[ShardOrder] = field(factory=list)
+    say: Callable[[Any], None] = lambda message: None
+    _pids: int = 100
+
+    def facts(self) -> NodeFacts:
+        """Its hardware."""
+        found = tuple(Device(f"{self.name}-gpu{i}", i, "SIM", 80 * GIB, memory_used=0) for i in range(self.devices))
+        inventory = Inventory(8, 64 * GIB, 64 * GIB, found)
+        return NodeFacts(
+            self.name, f"{self.name}.sim", inventory, (20000, 20099), self.labels, self.fabrics, (Installation("sim", "sim"),)
+        )
+
+    def register(self) -> Register:
+        """Who it is and what runs."""
+        return Register(1, self.name, f"i-{self.name}", "boot", *self.fence, self.facts(), self._reports())
+
+    def report(self) -> Report:
+        """What runs."""
+        return Report(*self.applied, self._reports())
+
+    def _reports(self) -> tuple[ShardReport, ...]:
+        return tuple(
+            ShardReport(
+                shard,
+                engine.order.model,
+                engine.order.generation,
+                engine.order.attempt,
+                engine.state,
+                rank=engine.order.allocation.rank,
+                pid=engine.pid if engine.live else None,
+                since=engine.since,
+                url=f"http://{self.name}.sim:{engine.order.allocation.ports[0]}/v1",
+                key=f"key-{engine.pid}",
+                devices=engine.order.allocation.devices,
+                ports=engine.order.allocation.ports,
+                reason=engine.reason,
+                exit=None if engine.live else ShardExit(code=1),
+                order=engine.order,
+            )
+            for shard, engine in sorted(self.engines.items())
+        )
+
+    def desired(self, epoch: int, leader: str, revision: int, orders: Sequence[ShardOrder], now: float) -> None:
+        """Follow orders, unless they are of a leader that is over."""
+        if not self.alive:
+            return
+        if epoch < self.fence[0] or (epoch == self.fence[0] and self.fence[1] not in ("", leader)):
+            return
+        if (epoch, revision) < self.applied:
+            return
+        self.fence, self.applied = (epoch, leader), (epoch, revision)
+        for order in orders:
+            self._follow(order, now)
+        listed = {order.shard for order in orders}
+        self.engines = {name: engine for name, engine in self.engines.items() if engine.live or name in listed}
+        self.say(self.report())
+
+    def _follow(self, order: ShardOrder, now: float) -> None:
+        if done := self.answered.get(order.operation):
+            self.say(done)
+            return
+        engine = self.engines.get(order.shard)
+        if order.wanted is Wanted.RUN:
+            if engine is None or order.attempt > engine.order.attempt:
+                self._pids += 1
+                self.engines[order.shard] = SimEngine(order, self._pids, since=now)
+        elif engine is None:
+            self.answered[order.operation] = Done(order.operation, True)
+        elif engine.live and order.attempt >= engine.order.attempt:
+            if order.wanted is Wanted.STOP and engine.state is not ShardState.STOPPING:
+                self.stopped.append(order)
+                engine.state, engine.since = ShardState.STOPPING, now
+            elif order.wanted is Wanted.DRAIN and engine.state is ShardState.READY:
+                engine.state, engine.since = ShardState.DRAINING, now
+
+    def step(self, now: float) -> None:
+        """Let time pass for its engines."""
+        before = [(name, engine.state) for name, engine in self.engines.items()]
+        for engine in self.engines.values():
+            self._advance(engine, now - engine.since, now)
+        if before != [(name, engine.state) for name, engine in self.engines.items()] and self.alive:
+            self.say(self.report())
+
+    def _advance(self, engine: SimEngine, lasted: float, now: float) -> None:
+        state = engine.state
+        if state is ShardState.STARTING and lasted >= 0.5:
+            engine.state, engine.since = ShardState.LOADING, now
+        elif state is ShardState.LOADING and engine.order.model in self.doomed and lasted >= 1.0:
+            self.die(engine, now, "it was doomed")
+        elif state is ShardState.LOADING and lasted >= self.load:
+            engine.state, engine.since = ShardState.READY, now
+        elif state is ShardState.STOPPING and lasted >= self.grace:
+            engine.state, engine.since = ShardState.STOPPED, now
+
+    def die(self, engine: SimEngine, now: float, reason: str) -> None:
+        """An engine ends by itself."""
+        engine.state, engine.since, engine.reason = ShardState.FAILED, now, reason
+        if self.alive:
+            self.say(self.report())
+
+    def reboot(self) -> None:
+        """The machine starts anew: every engine is gone, the state folder is not."""
+        for engine in self.engines.values():
+            if engine.live:
+                engine.state, engine.reason = ShardState.FAILED, "the machine was restarted"
+
+    def wipe(self) -> None:
+        """The machine was set up anew: it remembers nothing and runs nothing."""
+        self.engines.clear()
+        self.answered.clear()
+        self.fence, self.applied = (0, ""), (0, 0)
+
+    def running(self) -> list[SimEngine]:
+        """The engines that live."""
+        return [engine for engine in self.engines.values() if engine.live]

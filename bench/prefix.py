@@ -39,8 +39,12 @@ def block_text(block: int, size: int = 2048) -> bytes:
     return (seed * (size // len(seed) + 1))[:size]
 
 
+def content(row: Row) -> bytes:
+    return b"".join(map(block_text, row["hash_ids"]))
+
+
 def prompt(row: Row) -> bytes:
-    return b'[{"role":"user","content":"' + b"".join(map(block_text, row["hash_ids"])) + b'"}]'
+    return b'[{"role":"user","content":"' + content(row) + b'"}]'
 
 
 def little_sharing(count: int = 6000) -> list[Row]:
@@ -59,6 +63,9 @@ class Engine:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.reset()
+
+    def reset(self) -> None:
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.in_flight = self.requests = self.prefilled = self.hits = self.blocks = 0
 

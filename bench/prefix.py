@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from llmgw.router.choose import Candidate, Group
-from llmgw.router.prefixes import Prefixes, block_hashes, owners_of, seed_of
+from llmgw.router.prefixes import Hints, Prefixes
 from llmgw.router.scoreboard import Scoreboard
 
 TOKENS = 512
@@ -90,17 +90,16 @@ class Worker:
         self.board = Scoreboard.attach(folder / "board", server.claim())
         self.prefixes = Prefixes(folder / "prefixes")
         self.group = Group(self.board, [Candidate(str(n), row) for n, row in enumerate(rows)], policy, draw.random)
-        self.owners = owners_of(rows)
-        self.seed = seed_of("m")
+        self.hints = Hints(self.prefixes, "m", rows)
 
     def route(self, text: bytes, now: float) -> tuple[int, str]:
-        hashes = block_hashes(text, self.seed)
-        held = self.prefixes.held(hashes, self.owners) if hashes else {}
-        found, reason = self.group.choose(now, held, len(hashes))
+        hint = self.hints.look(text)
+        found, reason = self.group.choose(now, hint.held, hint.blocks)
         assert found is not None
         self.board.enter(found.row, 0)
-        self.prefixes.insert(hashes, found.row, now)
-        return int(found.id), reason
+        index = int(found.id)
+        self.hints.sent(hint, index, now)
+        return index, reason
 
     def close(self) -> None:
         self.board.close()

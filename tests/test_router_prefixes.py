@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmgw.router.prefixes import BLOCK, MAX_BLOCKS, Prefixes, block_hashes, owners_of, seed_of, session_hash
+from llmgw.router.prefixes import BLOCK, MAX_BLOCKS, NO_HINT, Hints, Prefixes, block_hashes, owners_of, seed_of, session_hash
 from llmgw.router.scoreboard import WIDTH
 
 ROWS = [number * WIDTH for number in (3, 0, 7, 9, 40, 41)]
@@ -153,3 +153,25 @@ def test_table_of_another_size_is_replaced(tmp_path):
     assert new.held(hashes, PLACES) == {} and old.held(hashes, PLACES) == {0: 1}
     old.close()
     new.close()
+
+
+def test_hints_of_a_model(table):
+    """What a group is told of a request, and what it tells back: prefix, session and how much was likely cached."""
+    hints = Hints(table, "m", ROWS)
+    assert hints.look(b"short") is NO_HINT
+    first = hints.look(text(1, 2), session=b"s")
+    assert (first.held, first.blocks, first.session) == ({}, 2, None)
+    hints.sent(first, 3, 1.0)
+    again = hints.look(text(1, 2, 3), session=b"s")
+    assert (again.held, again.blocks, again.session) == ({3: 2}, 3, 3)
+    hints.sent(again, 3, 2.0)
+    assert (hints.blocks, hints.found) == (5, 2)
+    assert hints.look(text(1, 2, 3), before=b"tools").held == {}
+    assert Hints(table, "other", ROWS).look(text(1, 2), session=b"s").session is None
+
+
+def test_session_of_a_short_prompt(table):
+    """A session is kept even if its prompt is shorter than a block."""
+    hints = Hints(table, "m", ROWS)
+    hints.sent(hints.look(b"hi", session=b"s"), 1, 1.0)
+    assert hints.look(b"hello", session=b"s").session == 1

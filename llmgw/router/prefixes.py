@@ -162,6 +162,66 @@ class Prefixes:
         return (len(sample) - sample.count(0)) * (self._mask + 1) // len(sample)
 
 
+class Hint:
+    """What the table says of one request; what L{Group.choose} takes.
+
+    @ivar held: by candidate's index, how many of the first blocks it likely holds.
+    @ivar blocks: how many blocks the prompt has.
+    @ivar session: the index of the candidate that the session was at last, None if there is no such.
+    """
+
+    __slots__ = ("blocks", "hashes", "held", "session")
+
+    def __init__(self, hashes: list[int], held: Mapping[int, int], blocks: int, session: int | None) -> None:
+        self.hashes, self.held, self.blocks, self.session = hashes, held, blocks, session
+
+
+NO_HINT = Hint([], {}, 0, None)
+
+
+class Hints:
+    """The table as one model's group of candidates sees it; made anew with the group.
+
+    @ivar blocks: blocks of prompts routed so far; C{found} of them were likely cached where they were sent.
+    """
+
+    def __init__(self, table: Prefixes, model: str, rows: Sequence[int]) -> None:
+        """
+        @param model: the model's public name.
+        @param rows: the candidates' rows in the scoreboard, in the group's order.
+        """
+        self._table, self._rows = table, list(rows)
+        self._seed = seed_of(model)
+        self._places = owners_of(rows)
+        self.blocks = self.found = 0
+
+    def look(self, text: bytes | memoryview, before: bytes = b"", session: bytes = b"") -> Hint:
+        """Find out who may hold the beginning of a prompt.
+
+        @param text: the raw messages or prompt.
+        @param before: raw tools and system prompt, if any.
+        @param session: the caller's session key, if any.
+        """
+        if len(text) < BLOCK and not session:
+            return NO_HINT
+        seed = xxh3_64_intdigest(before, self._seed) if before else self._seed
+        hashes = block_hashes(text, seed)
+        blocks = len(hashes)
+        held = self._table.held(hashes, self._places) if hashes else {}
+        if not session:
+            return Hint(hashes, held, blocks, None)
+        hashed = session_hash(session, self._seed)
+        hashes.append(hashed)
+        return Hint(hashes, held, blocks, self._table.session(hashed, self._places))
+
+    def sent(self, hint: Hint, index: int, now: float) -> None:
+        """The request has been dispatched to the candidate with this index."""
+        if hint.hashes:
+            self.blocks += hint.blocks
+            self.found += hint.held.get(index, 0)
+            self._table.insert(hint.hashes, self._rows[index], now)
+
+
 def owners_of(rows: Sequence[int]) -> dict[int, int]:
     """From an endpoint's mark in the table to its index in C{rows} (scoreboard rows, in the order of the candidates)."""
     return {row // WIDTH + 1: index for index, row in enumerate(rows)}

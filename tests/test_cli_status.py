@@ -226,3 +226,13 @@ def test_complaints_name_expired_certificates():
         "node n-1: certificate expired",
         "node n1: certificate expires",
     ]
+
+
+def test_the_servers_own_certificate_is_watched(admin, capsys):  # noqa: F811
+    """Its end is shown below the tables and is a complaint."""
+    answer = fleet() | {"models": [], "nodes": [], "orphans": []}
+    answer["server"] |= {"certificate_expires": time.time() + DAY + 60, "notes": ["the store is slow"]}
+    admin.answers["GET /v1/status"] = answer
+    assert admin.run("status") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["the store is slow", "cp1: certificate expires in 1 d"]
+    assert admin.run("status", "--check") == 1

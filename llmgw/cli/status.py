@@ -45,9 +45,14 @@ def screen(status: Answer, now: float) -> str:
         parts.append(node_table(status["nodes"], now))
     if orphans := status.get("orphans"):
         parts.append(f"{count(len(orphans), 'orphan')} left running, see: llmgw orphans")
-    if notes := [escape(note) for note in status["server"].get("notes") or ()]:
-        parts.append("\n".join(notes))
+    if notes := _server_notes(status["server"], now):
+        parts.append("\n".join(map(escape, notes)))
     return "\n\n".join(parts)
+
+
+def _server_notes(server: Answer, now: float) -> list[str]:
+    expiry = _expiry(server, now)
+    return [*map(str, server.get("notes") or ()), *([f"{server.get('name')}: {expiry}"] if expiry else [])]
 
 
 def header(status: Answer) -> str:
@@ -182,4 +187,4 @@ def complaints(status: Answer, now: float) -> list[str]:
         if notes := [*wrong, *_notes(node, now)] if wrong else _notes(node | {"reason": ""}, now):
             found.append(f"node {node['name']}: {', '.join(notes)}")
     found += [f"orphan {orphan.get('shard')} on {orphan.get('node')}" for orphan in status.get("orphans") or ()]
-    return found + [str(note) for note in status["server"].get("notes") or ()]
+    return found + _server_notes(status["server"], now)

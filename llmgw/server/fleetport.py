@@ -154,6 +154,11 @@ class FleetPort(Service):
         """The nodes that have a link."""
         return {node: visitor.facts for node, visitor in self._sessions.items() if visitor.facts}
 
+    @property
+    def certificate_expires(self) -> float | None:
+        """When our own certificate ends; None before it has been read."""
+        return self._tls.identity.chain[0].not_valid_after_utc.timestamp() if self._tls is not None else None
+
     def refusals(self) -> list[Refusal]:
         """The last 50 peers that were not let in, the newest last."""
         return self._refusals.list()

@@ -25,6 +25,7 @@ from llmgw.server.catalogs import Catalogs
 from llmgw.server.controller import Controller
 from llmgw.server.fleetport import FleetPort
 from llmgw.server.keys import Keys
+from llmgw.server.metrics import fleet_metrics
 from llmgw.server.operations import Operations
 from llmgw.server.status import Status
 from llmgw.server.workers import RouterWorkers
@@ -73,7 +74,8 @@ class Server(Service):
         self.catalogs = Catalogs(self.controller)
         self.keys = Keys(self.controller)
         self.operations = Operations(self.controller)
-        self.view = Status(self.controller, lambda: self.role, self.workers.in_flight)
+        expires = lambda: self.port.certificate_expires if self.port else None  # noqa: E731
+        self.view = Status(self.controller, lambda: self.role, self.workers.in_flight, expires)
 
     # What the tap asks.
 
@@ -98,7 +100,7 @@ class Server(Service):
 
     def metrics(self) -> Deferred[str]:
         """The Prometheus text of routers and control plane."""
-        return self.workers.metrics()
+        return self.workers.metrics().addCallback(lambda text: text + fleet_metrics(self.view.all()))
 
     def reload(self, settings: ServerSettings) -> None:
         """SIGHUP: take the catalog and the certificates of a new file; the rest needs a restart.

@@ -24,12 +24,20 @@ class Status:
 
     @param role: C{leader}, C{standby} or C{router}.
     @param in_flight: requests under way on an endpoint.
+    @param expires: when the server's own certificate ends, None without one.
     """
 
-    def __init__(self, controller: Controller, role: Callable[[], str], in_flight: Callable[[str], int]) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        role: Callable[[], str],
+        in_flight: Callable[[str], int],
+        expires: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._controller = controller
         self._role = role
         self._in_flight = in_flight
+        self._expires = expires
 
     def all(self) -> Data:
         """The whole object."""
@@ -49,6 +57,7 @@ class Status:
             "epoch": controller.leadership.epoch,
             "catalog": controller.truth.catalog_revision,
             "revision": controller.truth.revision,
+            "certificate_expires": self._expires(),
             "notes": self._notes(),
         }
 

@@ -10,10 +10,11 @@ import json
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from twisted.application.service import Service
+from twisted.application.service import MultiService, Service
 from twisted.internet.defer import Deferred, succeed
 from twisted.internet.error import CannotListenError
 from twisted.internet.interfaces import IListeningPort
@@ -24,8 +25,8 @@ from twisted.web.server import NOT_DONE_YET, Request, Site
 
 from llmgw.admin.errors import BadRequest, answer_for, body
 from llmgw.admin.fields import Fields
-from llmgw.admin.handlers import Handlers
-from llmgw.config.server import ServerSettings
+from llmgw.admin.handlers import Handler, Handlers
+from llmgw.config.settings import Address, ServerSettings
 from llmgw.daemon import give_up
 from llmgw.errors import LlmgwError
 from llmgw.server.service import Server
@@ -39,15 +40,15 @@ class CannotServe(LlmgwError):
 
 
 class Api(Resource):
-    """All routes; the path is looked up whole, since names never stand in it."""
+    """C{/metrics} and C{routes}; the path is looked up whole, since names never stand in it."""
 
     isLeaf = True  # noqa: N815  (Twisted's name)
     log = Logger()
 
-    def __init__(self, server: Server, reactor: Any) -> None:
+    def __init__(self, server: Server, routes: Mapping[tuple[str, str], Handler]) -> None:
         super().__init__()
         self._server = server
-        self._routes = Handlers(server, reactor).routes()
+        self._routes = routes
         self._paths = {path for _, path in self._routes}
 
     def render(self, request: Request) -> int:
@@ -124,7 +125,7 @@ class Admin(Service):
         self.setName("admin")
         self._path = path
         self._reactor = reactor
-        self._site = QuietSite(Api(server, reactor))
+        self._site = QuietSite(Api(server, Handlers(server, reactor).routes()))
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:
@@ -162,6 +163,36 @@ class Admin(Service):
         return (port.stopListening() if port is not None else None) or succeed(None)
 
 
-def make_admin(settings: ServerSettings, server: Server, reactor: Any) -> Admin:
-    """The admin API's service."""
-    return Admin(settings.socket, server, reactor)
+class MetricsPort(Service):
+    """C{router.metrics}: C{/metrics} and nothing else, for Prometheus, without a key."""
+
+    def __init__(self, address: Address, server: Server, reactor: Any) -> None:
+        self.setName("metrics")
+        self._address = address
+        self._reactor = reactor
+        self._site = QuietSite(Api(server, {}))
+        self._port: IListeningPort | None = None
+
+    def startService(self) -> None:
+        """Listen; ends the daemon with a sentence if that cannot be."""
+        super().startService()
+        try:
+            self._port = self._reactor.listenTCP(self._address.port, self._site, interface=self._address.host)
+        except (OSError, CannotListenError) as error:
+            why = getattr(error, "socketError", error)
+            give_up(self._reactor, f"llmgw-server cannot start: router.metrics {self._address}: {why}")
+
+    def stopService(self) -> Deferred[Any]:
+        """Close the port."""
+        super().stopService()
+        port, self._port = self._port, None
+        return (port.stopListening() if port is not None else None) or succeed(None)
+
+
+def make_admin(settings: ServerSettings, server: Server, reactor: Any) -> MultiService:
+    """The admin API's service and, where it is asked for, the metrics' own address."""
+    both = MultiService()
+    Admin(settings.socket, server, reactor).setServiceParent(both)
+    if settings.router.metrics is not None:
+        MetricsPort(settings.router.metrics, server, reactor).setServiceParent(both)
+    return both

@@ -239,3 +239,14 @@ def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     with pytest.raises(pki.PkiError, match=r"cannot write .*n1\.key: No space left"):
         pkifolder.add(tmp_path, pki.NODE, "n1", NOW)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ca.key", "ca.pem"]
+
+
+def test_two_runs_at_once_leave_one_pair(tmp_path, monkeypatch):
+    """A run that did not see the other's files when it looked still changes none of them."""
+    pkifolder.init(tmp_path, NOW)
+    first = pkifolder.add(tmp_path, pki.NODE, "n1", NOW)
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: False)
+    with pytest.raises(pki.PkiError, match=r"n1\.key exists already"):
+        pkifolder.add(tmp_path, pki.NODE, "n1", NOW)
+    chain, key = pkifolder.read_pair(tmp_path / "n1.pem", tmp_path / "n1.key")
+    assert chain == [first.certificate] and key.public_key() == first.key.public_key()

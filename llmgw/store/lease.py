@@ -5,20 +5,16 @@ The epoch still grows with each start: an agent tells a command of a server that
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection
 from twisted.internet.defer import Deferred
 from zope.interface import implementer
 
 from llmgw.interfaces import ILeadership
+from llmgw.store import leaserow
 from llmgw.store.errors import StoreError
-from llmgw.store.schema import FENCE, fence, lease
 from llmgw.store.sql import SqlStore
-
-MAX_JUMP = 1_000_000
 
 
 @implementer(ILeadership)
@@ -26,13 +22,14 @@ class SqliteLeadership:
     """See L{llmgw.interfaces.ILeadership}. Start it when the store is open.
 
     @ivar leader: the holder's name as agents get it, unlike any before: C{cp1@8f3a...}.
+    @ivar addresses: where the leader is reached.
     """
 
-    def __init__(self, store: SqlStore, addresses: tuple[str, ...] = ()) -> None:
+    def __init__(self, store: SqlStore, addresses: Sequence[str] = ()) -> None:
         self.epoch = 0
         self.leader = store.holder
+        self.addresses = tuple(addresses)
         self._store = store
-        self._addresses = addresses
         self._held = False
         self._watchers: list[Callable[[], None]] = []
 
@@ -49,8 +46,9 @@ class SqliteLeadership:
         return Deferred.fromCoroutine(self._start())
 
     async def _start(self) -> None:
-        holder, addresses = self._store.holder, json.dumps(self._addresses)
-        self.epoch = await self._store.write("take the lead", lambda connection: take(connection, holder, addresses))
+        holder, addresses = self._store.holder, self.addresses
+        epoch = await self._store.write("take the lead", lambda connection: _take(connection, holder, addresses))
+        self.epoch = epoch
         self._set(True)
 
     def outrank(self, epoch: int) -> Deferred[int]:
@@ -59,15 +57,18 @@ class SqliteLeadership:
 
     async def _outrank(self, epoch: int) -> int:
         mine, holder = self.epoch, self._store.holder
-        self.epoch = await self._store.write("raise the epoch", lambda connection: outrank(connection, holder, mine, epoch))
+        self.epoch = await self._store.write("raise the epoch", lambda connection: _outrank(connection, holder, mine, epoch))
         self._tell()
         return self.epoch
 
     def release(self) -> Deferred[None]:
         """Let go. The epoch stays: it is never lowered."""
+        return Deferred.fromCoroutine(self._release())
+
+    async def _release(self) -> None:
         self._set(False)
-        holder, epoch = self._store.holder, self.epoch
-        return self._store.write("release the lead", lambda connection: release(connection, holder, epoch))
+        statements = leaserow.releasing(self._store.holder, self.epoch)
+        await self._store.write("release the lead", lambda connection: leaserow.run(connection, statements))
 
     def _set(self, held: bool) -> None:
         self._held = held
@@ -78,32 +79,15 @@ class SqliteLeadership:
             changed()
 
 
-def take(connection: Connection, holder: str, addresses: str) -> int:
-    """Make C{holder} the leader with the next epoch, whoever was it before; returns the epoch."""
-    epoch: int = connection.execute(select(lease.c.epoch)).scalar_one() + 1
-    held = {"holder": holder, "epoch": epoch, "renewals": 0, "released": 0, "at": time.time(), "addresses": addresses}
-    connection.execute(update(lease).where(lease.c.name == FENCE).values(**held))
-    connection.execute(update(fence).where(fence.c.name == FENCE).values(holder=holder, epoch=epoch))
+def _take(connection: Connection, holder: str, addresses: Sequence[str]) -> int:
+    seen = leaserow.made(connection.execute(leaserow.reading()).one())
+    if not leaserow.run(connection, leaserow.taking(seen, holder, addresses)):
+        raise StoreError("the lease changed within a transaction: the store's file has two writers", "conflict")
+    return seen.epoch + 1
+
+
+def _outrank(connection: Connection, holder: str, mine: int, seen: int) -> int:
+    epoch, statements = leaserow.outranking(holder, mine, seen)
+    if not leaserow.run(connection, statements):
+        raise leaserow.not_held(holder, mine)
     return epoch
-
-
-def outrank(connection: Connection, holder: str, mine: int, seen: int) -> int:
-    """Raise the epoch that C{holder} holds above C{seen}; returns the new one.
-
-    @raise StoreError: it does not hold it, or the jump is too large.
-    """
-    if seen - mine > MAX_JUMP:
-        text = f"an agent says it has seen epoch {seen}, more than {MAX_JUMP} above ours, {mine}: not believed"
-        raise StoreError(text, "epoch_jump")
-    epoch = max(seen, mine) + 1
-    for table in (lease, fence):
-        held = (table.c.name == FENCE) & (table.c.holder == holder) & (table.c.epoch == mine)
-        if connection.execute(update(table).where(held).values(epoch=epoch)).rowcount != 1:
-            raise StoreError(f"the epoch cannot be raised: {holder} does not hold epoch {mine} any more", "not_leader")
-    return epoch
-
-
-def release(connection: Connection, holder: str, epoch: int) -> None:
-    """Mark the lease as free, if C{holder} has it; its row and its epoch stay."""
-    held = (lease.c.name == FENCE) & (lease.c.holder == holder) & (lease.c.epoch == epoch)
-    connection.execute(update(lease).where(held).values(released=1, at=time.time()))

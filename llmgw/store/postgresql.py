@@ -79,7 +79,7 @@ class PostgresBackend:
 
 def make_engine(url: str, pooled: bool = True, connect_timeout: int = CONNECT) -> Engine:
     """An engine for that address; without C{pooled} each use dials anew."""
-    settings = {"connect_timeout": connect_timeout, "prepare_threshold": None, "application_name": "llmgw-server", **_ALIVE}
+    settings = {"connect_timeout": connect_timeout, "prepare_threshold": None, "application_name": "llmgw-server", **ALIVE}
     pool: dict[str, Any] = {"poolclass": NullPool}
     if pooled:
         pool = {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0, "pool_pre_ping": True}
@@ -87,13 +87,14 @@ def make_engine(url: str, pooled: bool = True, connect_timeout: int = CONNECT) -
 
 
 # A server that vanished without a word is noticed by the kernel, whether data is on the way to it or not.
-_ALIVE = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
+ALIVE = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
 
 
 def limit(connection: Connection, seconds: float) -> None:
     """Bound this transaction: each statement, each wait for a lock, and how long it may stand idle while we are stopped."""
-    for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
-        connection.execute(text(f"SET LOCAL {name} = {int(seconds * 1000)}"))
+    names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    settings = ", ".join(f"set_config('{name}', '{int(seconds * 1000)}', true)" for name in names)
+    connection.execute(text(f"SELECT {settings}, set_config('synchronous_commit', 'on', true)"))
 
 
 def shown(url: str) -> str:

@@ -229,10 +229,11 @@ def test_complaints_name_expired_certificates():
 
 
 def test_the_servers_own_certificate_is_watched(admin, capsys):  # noqa: F811
-    """Its end is shown below the tables and is a complaint."""
+    """Its end is shown below the tables and is a complaint; a warning about the configuration is shown and is none."""
     answer = fleet() | {"models": [], "nodes": [], "orphans": []}
-    answer["server"] |= {"certificate_expires": time.time() + DAY + 60, "notes": ["the store is slow"]}
+    answer["server"] |= {"certificate_expires": time.time() + DAY + 60, "notes": ["the store is slow"], "warnings": ["short"]}
     admin.answers["GET /v1/status"] = answer
     assert admin.run("status") == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == ["the store is slow", "cp1: certificate expires in 1 d"]
+    assert capsys.readouterr().out.splitlines()[-3:] == ["the store is slow", "cp1: certificate expires in 1 d", "note: short"]
     assert admin.run("status", "--check") == 1
+    assert "short" not in capsys.readouterr().out

@@ -45,7 +45,8 @@ def screen(status: Answer, now: float) -> str:
         parts.append(node_table(status["nodes"], now))
     if orphans := status.get("orphans"):
         parts.append(f"{count(len(orphans), 'orphan')} left running, see: llmgw orphans")
-    if notes := _server_notes(status["server"], now):
+    warnings = [f"note: {warning}" for warning in status["server"].get("warnings") or ()]
+    if notes := [*_server_notes(status["server"], now), *warnings]:
         parts.append("\n".join(map(escape, notes)))
     return "\n\n".join(parts)
 

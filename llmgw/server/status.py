@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llmgw.fleet.model import Model
@@ -25,6 +25,7 @@ class Status:
     @param role: C{leader}, C{standby} or C{router}.
     @param in_flight: requests under way on an endpoint.
     @param expires: when the server's own certificate ends, None without one.
+    @param warnings: what the configuration's reader had to remark.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class Status:
         role: Callable[[], str],
         in_flight: Callable[[str], int],
         expires: Callable[[], float | None] = lambda: None,
+        warnings: Sequence[str] = (),
     ) -> None:
         self._controller = controller
         self._role = role
         self._in_flight = in_flight
         self._expires = expires
+        self._warnings = warnings
 
     def all(self) -> Data:
         """The whole object."""
@@ -49,7 +52,7 @@ class Status:
         }
 
     def server(self) -> Data:
-        """This server: C{notes} are remarks that somebody should read."""
+        """This server: C{notes} say that something is wrong now, C{warnings} that the configuration could be better."""
         controller = self._controller
         return {
             "name": controller.name,
@@ -59,6 +62,7 @@ class Status:
             "revision": controller.truth.revision,
             "certificate_expires": self._expires(),
             "notes": self._notes(),
+            "warnings": list(self._warnings),
         }
 
     def _notes(self) -> list[str]:

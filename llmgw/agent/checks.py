@@ -74,7 +74,7 @@ class Checks:
         new_key: Callable[[], str],
         clock: Callable[[], float],
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self.adapters = adapters
         self._equipment = equipment
         self._held = held
@@ -88,7 +88,7 @@ class Checks:
         @raise CannotStart: why it cannot be started here and now.
         """
         installation, adapter = self.engine(order.profile.engine)
-        self._check_disk(self._settings.state)
+        self._check_disk(self.settings.state)
         self._check_devices(order)
         self._check_ports(order)
         weights = order.profile.weights
@@ -97,9 +97,9 @@ class Checks:
         self._check_profile(order, adapter, installation, files, flags)
         key = self._new_key()
         launch = adapter.launch(order.profile, order.allocation, installation, files, order.served, key)
-        engine = next((one for one in self._settings.engines if one.name == installation.name), None)
+        engine = next((one for one in self.settings.engines if one.name == installation.name), None)
         user = other_user(engine.user if engine else None)
-        mine, theirs = self._settings.environment, engine.environment if engine else {}
+        mine, theirs = self.settings.environment, engine.environment if engine else {}
         environment = child_environment(os.environ, mine, theirs, launch)
         intent = Intent(
             order=order,
@@ -126,10 +126,10 @@ class Checks:
         installation = next((one for one in there if one.name == name), None)
         if installation is None:
             names = ", ".join(sorted(one.name for one in there)) or "none"
-            raise CannotStart("no_installation", f"engine {name} is not installed on {self._settings.node} (there: {names})")
+            raise CannotStart("no_installation", f"engine {name} is not installed on {self.settings.node} (there: {names})")
         adapter = self.adapters.get(installation.adapter)
         if adapter is None:
-            raise CannotStart("no_adapter", f"engine {name}: llmgw {self._settings.node} has no adapter {installation.adapter}")
+            raise CannotStart("no_adapter", f"engine {name}: llmgw {self.settings.node} has no adapter {installation.adapter}")
         return installation, adapter
 
     def _check_profile(
@@ -145,7 +145,7 @@ class Checks:
         free = shutil.disk_usage(state).free
         if free < DISK_NEEDED:
             text = f"{show_size(free)} are free under {state}, {show_size(DISK_NEEDED)} are needed for an engine's output"
-            raise CannotStart("disk_full", f"{text}: free some space on {self._settings.node}")
+            raise CannotStart("disk_full", f"{text}: free some space on {self.settings.node}")
 
     def _check_devices(self, order: ShardOrder) -> None:
         wanted, there = set(order.allocation.devices), self._equipment.inventory
@@ -154,7 +154,7 @@ class Checks:
                 raise CannotStart("device_sick", f"device {device.uuid} (gpu {device.index}): {device.problem}")
         known = {device.uuid for device in there.devices} if there and there.devices else wanted
         if missing := wanted - known:
-            raise CannotStart("device_missing", f"{self._settings.node} has no device {', '.join(sorted(missing))}")
+            raise CannotStart("device_missing", f"{self.settings.node} has no device {', '.join(sorted(missing))}")
         for other in self._others(order):
             shared = wanted.intersection(other.allocation.devices)
             if shared and not (order.profile.resources.share and other.profile.resources.share):

@@ -32,7 +32,7 @@ from llmgw.agent.inode import INode
 from llmgw.agent.operations import Operations
 from llmgw.agent.output import read_output
 from llmgw.agent.probe import EngineProbe
-from llmgw.agent.processes import boot_id
+from llmgw.agent.processes import boot_id, read_stat
 from llmgw.agent.reports import Surroundings, Transition
 from llmgw.agent.shardfolder import Intent, ShardFolders
 from llmgw.agent.statefolder import StateFolder
@@ -122,10 +122,22 @@ class Node:
         for supervisor in (*self._shards.values(), *self._replaced):
             supervisor.leave()
 
+    def reload(self, settings: AgentSettings) -> None:
+        """Register and start by these settings from now on."""
+        self._settings = self._checks.settings = settings
+
     @property
     def running(self) -> dict[str, ShardState]:
         """The shards with a process, by state."""
         return {name: supervisor.state for name, supervisor in self._shards.items() if not supervisor.is_over}
+
+    def shard_of(self, pid: int) -> str | None:
+        """The shard that C{pid} belongs to by descent, None for a stranger."""
+        trees = {shard: supervisor.tree for shard, supervisor in self._shards.items()}
+        owners = {process.pid: shard for shard, tree in trees.items() for process in (tree.shim, tree.engine) if process}
+        while pid > 1 and pid not in owners and (stat := read_stat(pid)) is not None:
+            pid = stat.parent
+        return owners.get(pid)
 
     def _supervisors(self) -> Iterator[Supervisor]:
         yield from self._shards.values()

@@ -77,10 +77,10 @@ def test_requests_one_at_a_time_spread(make):
 
 
 def test_prefix_draws_until_it_is_too_busy(make):
-    """An endpoint that holds 10 of 12 blocks gets the request until it has 5 more in flight than the least loaded one."""
+    """An endpoint that holds 10 of 12 blocks gets the request until it has 7 more in flight than the least loaded one."""
     rig = make(4)
     group = rig.group()
-    rig.load(1, 5, 1, 2)
+    rig.load(1, 7, 1, 2)
     found, why = group.choose(0.0, {1: 10}, 12)
     assert (found.id, why) == ("1", "prefix")
     rig.board.enter(rig.rows[1], 0)
@@ -109,7 +109,7 @@ def test_session_stays_where_it_is(make):
     group = rig.group()
     found, why = group.choose(0.0, session=0)
     assert (found.id, why) == ("0", "session")
-    rig.load(2, 0, 0, 0)
+    rig.load(3, 0, 0, 0)
     assert group.choose(0.0, session=0)[1] == "spill"
 
 
@@ -245,8 +245,9 @@ def test_least_cost_is_least(tmp_path_factory, data):
     held = data.draw(st.dictionaries(st.integers(0, 5), st.integers(1, max(1, blocks)), max_size=6)) if blocks else {}
     rig.load(*loads)
     found, _ = rig.group().choose(0.0, held, blocks)
-    costs = [blocks - held.get(n, 0) + 2 * (loads[n] - min(loads)) for n in range(6)]
-    assert costs[int(found.id)] == min(costs)
+    above = [load - min(loads) for load in loads]
+    costs = [blocks - held.get(n, 0) + 0.8 * above[n] * (1 + above[n] / 8) for n in range(6)]
+    assert costs[int(found.id)] == pytest.approx(min(costs))
     rig.close()
 
 

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmgw.router.prefixes import BLOCK, MAX_BLOCKS, NO_HINT, Hints, Prefixes, block_hashes, owners_of, seed_of, session_hash
+from llmgw.router.prefixes import (
+    BLOCK,
+    ENTRY,
+    MAX_BLOCKS,
+    NO_HINT,
+    Hints,
+    Prefixes,
+    block_hashes,
+    owners_of,
+    seed_of,
+    session_hash,
+)
 from llmgw.router.scoreboard import WIDTH
 
 ROWS = [number * WIDTH for number in (3, 0, 7, 9, 40, 41)]
@@ -72,12 +83,13 @@ def test_endpoints_that_are_gone_are_not_named(table):
     assert table.held(block_hashes(text(1), SEED), PLACES) == {}
 
 
-def test_last_four_owners_are_kept(table):
-    """Of five endpoints that got a prefix, the one longest ago is forgotten; one that gets it again is not forgotten first."""
-    hashes = block_hashes(text(1), SEED)
-    for place in (0, 1, 2, 3, 0, 4):
-        table.insert(hashes, ROWS[place], 1.0)
-    assert set(table.held(hashes, PLACES)) == {0, 2, 3, 4}
+def test_last_eight_owners_are_kept(table):
+    """Of nine endpoints that got a prefix, the one longest ago is forgotten; one that gets it again is not forgotten first."""
+    rows = [number * WIDTH for number in range(20, 30)]
+    places, hashes = owners_of(rows), block_hashes(text(1), SEED)
+    for place in (0, 1, 2, 3, 4, 5, 6, 7, 0, 8):
+        table.insert(hashes, rows[place], 1.0)
+    assert set(table.held(hashes, places)) == {0, 2, 3, 4, 5, 6, 7, 8}
 
 
 def test_session_goes_to_the_last_endpoint(table):
@@ -118,8 +130,8 @@ def test_gap_hides_nothing(table):
 def test_any_bits_are_harmless(tmp_path_factory, junk, seed):
     """Whatever bits stand in the table, a lookup answers with places that exist and depths that fit."""
     path = tmp_path_factory.mktemp("junk") / "prefixes"
-    path.write_bytes((junk or b"\xff") * (256 * 16 // max(1, len(junk)) + 1))
-    os.truncate(path, 256 * 16)
+    path.write_bytes((junk or b"\xff") * (256 * ENTRY // max(1, len(junk)) + 1))
+    os.truncate(path, 256 * ENTRY)
     table = Prefixes(path, entries=256)
     draw = random.Random(seed)
     hashes = [draw.getrandbits(64) for _ in range(40)]

@@ -1,14 +1,16 @@
 """Which endpoint answers a request: policies over what is in flight, and a word for the access log saying why.
 
 Least cost is the default because it alone kept both the caches and the loads in order on real traces: the cost of an
-endpoint is the prompt's blocks that it would have to prefill, plus a price for each request in flight there above the
+endpoint is the prompt's blocks that it would have to prefill, plus a price for the requests in flight there above the
 least loaded one. (Following the longest prefix alone made one endpoint three times as hot as the mean; hashing spread
-the requests in flight three times as wide.)
+the requests in flight three times as wide.) One request above costs a little less than a block, so that the prefix decides
+between nearly equal loads; each further one costs more than the one before, so that even a prefix of hundreds of blocks
+draws only some dozens.
 
-Of endpoints that cost the same, the one with the fewest recent choices wins, not a random one: sessions stay where they
-began, so that chance alone would make one endpoint a tenth hotter than the others for hours. The counts of recent choices
-are each worker's own (if every worker is even, all are), they halve each minute, and they only break ties: a replica that
-has just come up is not flooded.
+Of endpoints that cost the same, the one with the least recent work wins, not a random one: sessions stay where they
+began, so that chance alone would make one endpoint a tenth hotter than the others for hours. Work is counted by each
+worker for itself (if every worker is even, all are), it halves every two minutes, and it only breaks ties: a replica that has
+just come up is not flooded.
 
 What may surprise: the loads are read once per choice, for all candidates together, and only the endpoint that wins is
 looked at for its breaker and limit. Only if it may not be taken are the others examined. So a healthy group costs a few
@@ -22,13 +24,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from llmgw.router.breaker import Breaker
 from llmgw.router.scoreboard import Scoreboard
 
-REQUEST_BLOCKS = 2
+REQUEST_BLOCKS = 0.8
 """What one request in flight above the least loaded endpoint is worth, in blocks of prompt."""
+
+CROWD = 8
+"""How many requests above the least loaded endpoint cost twice as much each."""
+
+WORK_BLOCKS = 24
+"""How many blocks to prefill count as much as a request, when recent work is compared."""
 
 SESSION_BLOCKS = 8
 """The least that a session counts for, in blocks: a short prompt's session, too, outweighs a few requests in flight."""
 
-HALF_LIFE = 60.0
+HALF_LIFE = 120.0
 PRESSED_FOR = 1.0
 PRESSED_LOAD = 16
 NEVER = 1 << 40
@@ -108,7 +116,7 @@ class Group:
             if index < 0:
                 return None, reason
             found = self.candidates[index]
-        self._recent[index] += 1
+        self._recent[index] += 1 + (blocks - held.get(index, 0)) / WORK_BLOCKS
         return found, reason
 
     def _second_choice(
@@ -174,9 +182,12 @@ class Group:
         if not held:
             return self._least(loads), "least"
         least = min(loads)
-        best, winners, longest = blocks, [], 0
+        best: float = blocks
+        winners: list[int] = []
+        longest = 0
         for index, depth in held.items():
-            cost = blocks - depth + REQUEST_BLOCKS * (loads[index] - least)
+            above = loads[index] - least
+            cost = blocks - depth + REQUEST_BLOCKS * above * (1 + above / CROWD)
             if depth > longest and loads[index] < NEVER:
                 longest = depth
             if cost < best:

@@ -14,9 +14,10 @@ gap does not hide what lies behind it: an endpoint's depth is the deepest block 
 forgets a prefix is unknown here, and hardly matters: on traces, tables that mirrored the engines' caches exactly chose no
 better, as the endpoint that got a prefix last is also the one that forgets it last.
 
-The file, in cells of 8, 4 and 4 bytes, three arrays of C{entries} each::
+The file, in cells of 8, 8, 4 and 4 bytes, four arrays of C{entries} each::
 
     owners  four rows of the scoreboard (divided by its WIDTH, plus 1; 0: none), 16 bits each, the last to get it lowest
+    before  four more
     tags    the upper half of the hash
     stamps  when it was last used, in seconds
 """
@@ -36,8 +37,9 @@ ENTRIES = 1 << 19
 MAX_BLOCKS = 512
 """A megabyte of prompt; what comes after is not looked at."""
 
+ENTRY = 24
 _OWNER = 0xFFFF
-_KEEP = (1 << 48) - 1
+_FOUR = (1 << 64) - 1
 
 
 def seed_of(model: str, before: bytes = b"") -> int:
@@ -77,24 +79,25 @@ class Prefixes:
     def __init__(self, path: Path, entries: int = ENTRIES) -> None:
         """Map the table at C{path}, making it if it is not there or has another size. The server does so before its workers.
 
-        @param entries: a power of 2; each takes 16 bytes.
+        @param entries: a power of 2; each takes L{ENTRY} bytes.
         """
         try:
-            self._map: mmap.mmap = map_file(path, entries * 16)
+            self._map: mmap.mmap = map_file(path, entries * ENTRY)
         except ScoreboardAbsent:
-            new_file(path, entries * 16, b"")
-            self._map = map_file(path, entries * 16)
+            new_file(path, entries * ENTRY, b"")
+            self._map = map_file(path, entries * ENTRY)
         whole = memoryview(self._map)
         self._owners = whole[: entries * 8].cast("Q")
-        self._tags = whole[entries * 8 : entries * 12].cast("I")
-        self._stamps = whole[entries * 12 :].cast("I")
+        self._before = whole[entries * 8 : entries * 16].cast("Q")
+        self._tags = whole[entries * 16 : entries * 20].cast("I")
+        self._stamps = whole[entries * 20 :].cast("I")
         self._mask = entries - 1
         self.evicted = 0
         whole.release()
 
     def close(self) -> None:
         """Unmap."""
-        for view in (self._owners, self._tags, self._stamps):
+        for view in (self._owners, self._before, self._tags, self._stamps):
             view.release()
         self._map.close()
 
@@ -114,6 +117,8 @@ class Prefixes:
                 if tags[at] != tag:
                     continue
             rows = owners[at]
+            if rows >> 48:
+                rows |= self._before[at] << 64
             while rows:
                 place = places.get(rows & _OWNER)
                 if place is not None and place not in found:
@@ -144,15 +149,17 @@ class Prefixes:
             at, tag = hashed & mask, hashed >> 32
             if tags[at] == tag or tags[at ^ 1] == tag:
                 at = at if tags[at] == tag else at ^ 1
-                before = owners[at]
-                if before & _OWNER != owner:
-                    owners[at] = _first(owner, before)
+                if owners[at] & _OWNER != owner:
+                    rows = _first(owner, owners[at] | self._before[at] << 64)
+                    owners[at] = rows & _FOUR
+                    self._before[at] = rows >> 64
             else:
                 if stamps[at ^ 1] < stamps[at]:
                     at ^= 1
                 if stamps[at]:
                     self.evicted += 1
                 owners[at] = owner
+                self._before[at] = 0
                 tags[at] = tag
             stamps[at] = stamp
 
@@ -230,7 +237,7 @@ def owners_of(rows: Sequence[int]) -> dict[int, int]:
 def _first(owner: int, before: int) -> int:
     """C{before} with C{owner} first; the one that got it longest ago falls off."""
     kept, shift = owner, 16
-    while before and shift < 64:
+    while before and shift < 128:
         other = before & _OWNER
         if other != owner:
             kept |= other << shift

@@ -15,7 +15,7 @@ from contextlib import suppress
 from random import Random
 from typing import Any, TypeVar
 
-from twisted.internet.defer import Deferred, fail
+from twisted.internet.defer import CancelledError, Deferred, fail
 from twisted.internet.task import LoopingCall
 from twisted.logger import Logger
 from twisted.python.failure import Failure
@@ -26,7 +26,7 @@ from llmgw.interfaces import ILeadership
 from llmgw.store import leaserow
 from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.leaserow import LeaseRow
-from llmgw.store.pgtable import LeaseTable
+from llmgw.store.pgtable import CONNECT, LeaseTable
 from llmgw.store.tenure import Tenure, Watch
 
 T = TypeVar("T")
@@ -65,6 +65,7 @@ class PostgresLeadership:
         self.problem_since = 0.0
         self._holder, self._own = holder, tuple(addresses)
         self._timing, self._reactor, self._random, self._clock = timing, reactor, random, clock
+        self._patience = CONNECT + 3 * timing.store_timeout
         self._table = LeaseTable(url, timing.store_timeout, clock)
         self._watch = Watch(timing.lease)
         self._tenure: Tenure | None = None  # the reactor's: it may act by this one
@@ -152,9 +153,8 @@ class PostgresLeadership:
             return
         gap = tenure.tick(now)
         if gap:
-            self.log.warn(
-                "lease: resumed after {gap:.1f} s without a tick; no command until the lease is seen to be ours", gap=gap
-            )
+            self.log.warn("lease: no tick for {gap:.1f} s: no command until the lease is seen to be ours", gap=gap)
+            self._ask(self._contend).addErrback(lambda failure: failure.trap(StoreError) and None)
         if not tenure.in_time(now):
             self._lost(tenure, f"it could not be renewed for {now - tenure.renewed:.1f} s ({self.problem or 'no answer'})")
 
@@ -177,9 +177,10 @@ class PostgresLeadership:
         self._tell()
 
     def _seen(self, row: LeaseRow) -> None:
-        if self._tenure is None and row.holder != self._holder and (row.epoch, row.holder) != (self.epoch, self.leader):
-            self.epoch, self.leader, self.addresses = row.epoch, row.holder, row.addresses
-            self.log.info("lease: {leader} leads with epoch {epoch}", leader=row.holder or "nobody", epoch=row.epoch)
+        leader = "" if row.released or row.holder == self._holder else row.holder
+        if self._tenure is None and (row.epoch, leader) != (self.epoch, self.leader):
+            self.epoch, self.leader, self.addresses = row.epoch, leader, row.addresses if leader else ()
+            self.log.info("lease: {leader} leads with epoch {epoch}", leader=leader or "nobody", epoch=row.epoch)
             self._tell()
 
     def _trouble(self, problem: str) -> None:
@@ -200,7 +201,11 @@ class PostgresLeadership:
             self._jobs.put_nowait((job, answer))
         except queue.Full:
             return fail(StoreError(f"{self._table.place}: the lease's thread hangs", "busy"))
-        return answer
+        return answer.addTimeout(self._patience, self._reactor, self._impatient)
+
+    def _impatient(self, failure: Any, seconds: float) -> Any:
+        failure.trap(CancelledError)
+        raise StoreError(f"{self._table.place}: no answer about the lease within {seconds:g} s", "timeout")
 
     # In the lease's own thread.
 
@@ -209,8 +214,7 @@ class PostgresLeadership:
             try:
                 asked = self._jobs.get(timeout=self._pause())
             except queue.Empty:
-                with suppress(StoreError):
-                    self._contend()
+                self._turn()
                 continue
             if asked is None:
                 return self._table.close()
@@ -220,6 +224,15 @@ class PostgresLeadership:
             except BaseException:
                 outcome = Failure()
             self._reactor.callFromThread(answer.callback, outcome)
+
+    def _turn(self) -> None:
+        try:
+            self._contend()
+        except StoreError:
+            pass  # it has been reported, and the next turn comes soon
+        except Exception:
+            self._failed = True
+            self.log.failure("lease: a turn failed; the next one comes")
 
     def _pause(self) -> float:
         if self._failed:
@@ -246,6 +259,9 @@ class PostgresLeadership:
 
     def _renew(self, tenure: Tenure) -> None:
         sent = self._clock()
+        if not tenure.in_time(sent):
+            tenure.over = True  # the reactor's tick says so, too, and steps down
+            return
         if not tenure.awake(sent):
             return
         if self._table.change(leaserow.renewing(self._holder, tenure.epoch)):

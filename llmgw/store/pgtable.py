@@ -22,6 +22,7 @@ from llmgw.store.errors import StoreError
 from llmgw.store.leaserow import LeaseRow
 from llmgw.store.postgresql import ALIVE, shown
 
+CONNECT = 2  # seconds, the least that libpq takes
 # Values are written into the statements: ours alone, and a message of several statements takes no parameters.
 _DIALECT = postgresql.dialect(paramstyle="named")
 
@@ -74,8 +75,7 @@ class LeaseTable:
 
     def _connected(self) -> psycopg.Connection[Any]:
         if self._connection is None or self._connection.closed:
-            wait = max(2, round(self._timeout))
-            options: dict[str, Any] = {"connect_timeout": wait, "application_name": "llmgw-lease", **ALIVE}
+            options: dict[str, Any] = {"connect_timeout": CONNECT, "application_name": "llmgw-lease", **ALIVE}
             self._connection = psycopg.connect(self._url, autocommit=True, prepare_threshold=None, **options)
         return self._connection
 

@@ -45,6 +45,7 @@ class SqlStore:
     close_timeout = 3.0
 
     def __init__(self, url: str, reactor: Any, fleet: str = "", name: str = "server") -> None:
+        self.url = url
         self.backend = make_backend(url)
         self.holder = f"{name}@{os.urandom(6).hex()}"
         self._fleet = fleet

@@ -142,11 +142,7 @@ class RouterWorkers:
 
     def start(self) -> None:
         """Start the workers; they route by the table on disk until the first L{publish}."""
-        if self.table is not None and self._settled(self.table) != self.table:
-            # The settings have changed since: keys may be required now. No worker may begin with the old ones.
-            self.table = replace(self._settled(self.table), version=self.table.version + 1)
-            write_table(self.folder / TABLE, self.table)
-        self._written = self.table.version if self.table is not None else 0
+        self.prepare()
         count = self._settings.workers
         for number in range(count):
             place = Place(
@@ -157,10 +153,25 @@ class RouterWorkers:
             place.spawn()
         self._checks.start(1.0, now=False).addErrback(lambda failure: self.log.failure("The check of workers stopped", failure))
 
+    def prepare(self) -> None:
+        """Make the table on disk fit the settings and the scoreboard of today: keys may be required by now.
+
+        Blocks for one write at most; no worker may begin with what was true yesterday.
+        """
+        if self.table is not None and self._settled(self.table) != self.table:
+            self.table = replace(self._settled(self.table), version=self.table.version + 1)
+            write_table(self.folder / TABLE, self.table)
+        self._written = self.table.version if self.table is not None else 0
+
     def _settled(self, table: Table) -> Table:
+        """The table with what is not the controller's to say: rows, and the router's settings."""
+        names = [f"endpoint/{one.id}" for one in table.endpoints] + [f"model/{model.name}" for model in table.models]
+        names += [f"key/{key.id}" for key in table.keys] + [f"team/{key.team}" for key in table.keys if key.team]
+        rows = self._board.assign(names, (self.table.version if self.table is not None else 0) + 1)
         settings = self._settings
         return replace(
             table,
+            endpoints=tuple(replace(one, row=rows[f"endpoint/{one.id}"]) for one in table.endpoints),
             keys_required=settings.keys == "required",
             timeouts=settings.timeouts,
             body_limit=settings.body_limit,
@@ -177,11 +188,7 @@ class RouterWorkers:
         written by a thread; of several tables published meanwhile the last is written.
         """
         before = self.table.version if self.table is not None else 0
-        names = [f"endpoint/{one.id}" for one in table.endpoints] + [f"model/{model.name}" for model in table.models]
-        names += [f"key/{key.id}" for key in table.keys] + [f"team/{key.team}" for key in table.keys if key.team]
-        rows = self._board.assign(names, before + 1)
-        endpoints = tuple(replace(one, row=rows[f"endpoint/{one.id}"]) for one in table.endpoints)
-        fresh = replace(self._settled(table), version=before, endpoints=endpoints)
+        fresh = replace(self._settled(table), version=before)
         if fresh == self.table:
             return before
         self.table = replace(fresh, version=before + 1)
@@ -243,7 +250,7 @@ class RouterWorkers:
         return waiting.done.addBoth(over)
 
     def _all_route(self, version: int) -> bool:
-        return bool(self.places) and all(place.version >= version for place in self.places)
+        return bool(self.places) and all(place.ready and place.version >= version for place in self.places)
 
     # What workers say.
 

@@ -42,12 +42,13 @@ STOP_WITHIN = 1.8
 class Server(Service):
     """The daemon.
 
+    @param workers: other router workers than the settings' own, for tests.
     @ivar controller: the control plane; also where there is no fleet, since keys and the catalog go through it.
     """
 
     log = Logger()
 
-    def __init__(self, settings: ServerSettings, reactor: Any) -> None:
+    def __init__(self, settings: ServerSettings, reactor: Any, workers: RouterWorkers | None = None) -> None:
         self.setName("server")
         self._reactor = reactor
         self._at_once = False
@@ -56,7 +57,7 @@ class Server(Service):
         self._starting: Deferred[None] | None = None
         self._identity: TlsIdentity | None = None
         self.settings = settings
-        self.workers = RouterWorkers(reactor, settings.router, settings.state)
+        self.workers = workers or RouterWorkers(reactor, settings.router, settings.state)
         self.port: FleetPort | None = None
         self._build("", settings.name)
 
@@ -69,13 +70,12 @@ class Server(Service):
         self.controller = Controller(
             self._reactor, name, settings.timing, self.store, self.leadership, self.workers, random.SystemRandom()
         )
-        self.controller.remarks = settings.warnings
         self.leadership.watch(self.controller.epoch_moved)
         self.catalogs = Catalogs(self.controller)
         self.keys = Keys(self.controller)
         self.operations = Operations(self.controller)
         expires = lambda: self.port.certificate_expires if self.port else None  # noqa: E731
-        self.view = Status(self.controller, lambda: self.role, self.workers.in_flight, expires)
+        self.view = Status(self.controller, lambda: self.role, self.workers.in_flight, expires, settings.warnings)
 
     # What the tap asks.
 

@@ -126,7 +126,8 @@ class Wire(Protocol):
         transport: Any = self.transport
         self.peer, self.local = _show(transport.getPeer()), getattr(transport.getHost(), "host", "")
         self._splitter = LineSplitter(self.peer)
-        self._verdict = transport.getHandle().get_app_data() or self._verdict
+        found = getattr(transport, "verdict", None)
+        self._verdict = found if isinstance(found, Verdict) else self._verdict
         if ITCPTransport.providedBy(transport):
             transport.setTcpNoDelay(True)
             transport.setTcpKeepAlive(True)

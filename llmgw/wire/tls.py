@@ -114,7 +114,7 @@ class LinkTls:
         """Called by Twisted for each accepted connection."""
         verdict = Verdict()
         connection = SSL.Connection(self._context, None)
-        connection.set_app_data(verdict)
+        tlsProtocol.verdict = verdict  # type: ignore[attr-defined]  # the connection's own app data is Twisted's
         connection.set_verify(_REQUIRED, verdict.judge)
         return connection
 

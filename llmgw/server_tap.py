@@ -1,0 +1,56 @@
+"""C{twistd llmgw-server}: options and the wiring of the control plane, its router workers and its admin socket."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from twisted.application.service import MultiService
+from twisted.python import usage
+
+from llmgw.admin.api import make_admin
+from llmgw.config.server import ServerSettings, read_server
+from llmgw.daemon import Lifecycle, SystemdNotify, read_file, refuse_configuration
+from llmgw.errors import LlmgwError
+from llmgw.server.service import make_server
+
+
+class Options(usage.Options):
+    """Command line of llmgw-server."""
+
+    synopsis = "twistd llmgw-server --config FILE"
+    longdesc = "The control plane and OpenAI-compatible router of llmgw. See llmgw-server(8) and llmgw.yaml(5)."
+    optParameters = [["config", "c", "/etc/llmgw/server.yaml", "The server's configuration file."]]
+
+    settings: ServerSettings
+
+    def postOptions(self) -> None:
+        """Read the file; every problem of it goes to stderr, and the exit status is 2."""
+        try:
+            self.settings = load(Path(self["config"]))
+        except LlmgwError as error:
+            refuse_configuration(error)
+
+
+def load(path: Path) -> ServerSettings:
+    """The settings in C{path}."""
+    path = path.absolute()
+    return read_server(path, read_file(path))
+
+
+def makeService(options: Options, reactor: Any = None) -> MultiService:
+    """The server's services; nothing is opened before they start."""
+    if reactor is None:
+        from twisted.internet import reactor
+    settings = options.settings
+    top = MultiService()
+    server = make_server(settings, reactor)
+    lifecycle = Lifecycle(
+        reactor, SystemdNotify(os.environ), lambda: server.reload(load(settings.path)), server.status, server.interrupted
+    )
+    server.when_up(lifecycle.ready)
+    lifecycle.setServiceParent(top)
+    server.setServiceParent(top)
+    make_admin(settings, server, reactor).setServiceParent(top)
+    return top

@@ -1,0 +1,175 @@
+"""The routing table: what is in it, what leaves it, and that not knowing takes nothing out of it."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from llmgw.fleet.model import Catalog, Model, Profile, Scale, StaticEndpoint
+from llmgw.fleet.node import Inventory, NodeFacts, NodeState
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import Allocation, ShardReport, ShardState, Wanted
+from llmgw.planning.world import Told
+from llmgw.router.table import RoutedModel, Table, endpoint
+from llmgw.server.routes import Known, build
+from llmgw.server.routing import same
+from llmgw.store.records import KeyRecord
+
+PROFILE = Profile("sim")
+
+
+def node(name, state=NodeState.READY):
+    return NodeRecord(name, facts=NodeFacts(name, f"{name}.sim", Inventory(1, 1)), state=state)
+
+
+def shard(number=1, name="a", state=ShardState.READY, model="m", **more):
+    known = {
+        "attempt": 1, "allocation": Allocation(name, ports=(20000 + number,)), "served": (model,), "key": f"k{number}",
+        "url": f"http://{name}.sim:{20000 + number}/v1", "nodes": (name,),
+    }  # fmt: skip
+    return ShardRecord(f"{model}/{number}/0", model, number, state=state, **(known | more))
+
+
+def reported(number=1, state=ShardState.READY, **more):
+    return ShardReport(f"m/{number}/0", "m", "g", 1, state, ports=(20000 + number,), **more)
+
+
+def known(*shards, models=None, told=None, nodes=None, keys=(), reasons=None, secrets=None):
+    told = told or {}
+    listed = {name: Told({one.shard: one for one in reports}, 1, 1, True) for name, reports in told.items()}
+    return Known(
+        Catalog(tuple(models or [Model("m", ("alias",), profile=PROFILE)])),
+        {one.name: one for one in (nodes or [node("a"), node("b")])},
+        {one.shard: one for one in shards},
+        {one.id: one for one in keys},
+        lambda name, shard: listed[name].shards.get(shard) if name in listed else None,
+        listed,
+        reasons or {},
+        7,
+        secrets or (lambda path: "secret"),
+    )
+
+
+def routed(table, model="m"):
+    return next(one.endpoints for one in table.models if one.name == model)
+
+
+def test_a_ready_replica_is_an_endpoint_with_its_key():
+    """Address, secret and the name it serves under come from the record, the limit from the report."""
+    table = build(known(shard(), told={"a": [reported(limit=8)]}), None)
+    (one,) = table.endpoints
+    assert (one.id, one.host, one.port, one.key, one.model, one.limit) == ("m/1", "a.sim", 20001, "k1", "m", 8)
+    assert table.models[0].aliases == ("alias",) and table.epoch == 7
+
+
+def test_only_what_serves_is_routed():
+    """Loading, draining, leaving and unhealthy replicas are not; what was ready on a node that is away is."""
+    shards = [
+        shard(1, state=ShardState.LOADING, url=""),
+        shard(2, state=ShardState.DRAINING, wanted=Wanted.DRAIN),
+        shard(3, state=ShardState.UNKNOWN),
+        shard(4),
+        shard(5, state=ShardState.UNKNOWN, url=""),
+        shard(6, name="b"),
+    ]
+    table = build(known(*shards, told={"a": [reported(4, healthy=False)]}), None)
+    assert routed(table) == ("m/3", "m/6")
+
+
+def test_an_unhealthy_word_of_a_node_that_is_away_is_old():
+    """Only a node with a link can take an endpoint out."""
+    assert routed(build(known(shard(), told={}), None)) == ("m/1",)
+
+
+def test_a_lost_nodes_endpoint_leaves_only_for_a_ready_successor():
+    """It may still serve; when the replacement is ready it goes."""
+    nodes = [node("a", NodeState.LOST), node("b")]
+    lost = shard(1, state=ShardState.UNKNOWN)
+    loading = shard(2, "b", ShardState.LOADING, url="")
+    assert routed(build(known(lost, loading, nodes=nodes), None)) == ("m/1",)
+    assert routed(build(known(lost, shard(2, "b"), nodes=nodes), None)) == ("m/2",)
+
+
+def test_a_model_without_endpoints_stays_with_its_reason():
+    """404 and 503 are different answers."""
+    table = build(known(reasons={"m": "0/2 nodes can run this: 2 draining"}), None)
+    assert table.models[0].reason == "0/2 nodes can run this: 2 draining" and routed(table) == ()
+
+
+def test_a_sleeping_model_is_marked():
+    """Zero replicas that may become one: a request wakes it."""
+    models = [Model("m", profile=PROFILE, replicas=Scale(0, 2)), Model("off", profile=PROFILE, replicas=Scale(0, 0))]
+    table = build(known(models=models), None)
+    assert [one.on_demand for one in table.models] == [True, False]
+
+
+def test_static_endpoints_have_their_key_and_share():
+    """One that cannot be used is left out, the others stay."""
+    static = (
+        StaticEndpoint("http://10.0.0.9:8000/v1", "up", "/k", 3),
+        StaticEndpoint("ftp://x/v1"),
+        StaticEndpoint("http://h:1/v1", key_file="/none"),
+    )
+
+    def secrets(path):
+        if path == "/none":
+            raise FileNotFoundError(2, "No such file", path)
+        return "secret"
+
+    table = build(known(models=[Model("m", endpoints=static)], secrets=secrets), None)
+    (one,) = table.endpoints
+    assert (one.id, one.model, one.key, one.share, one.static) == ("static:m/0", "up", "secret", 3, True)
+
+
+def test_keys_are_listed_unless_revoked():
+    """By digest."""
+    keys = [KeyRecord("a", "ann", "d1", 1.0, models=("m",), rpm=5), KeyRecord("b", "bob", "d2", 1.0, revoked=2.0)]
+    (one,) = build(known(keys=keys), None).keys
+    assert (one.id, one.digest, one.models, one.rpm) == ("a", "d1", ("m",), 5)
+
+
+BEFORE = Table(
+    version=9,
+    models=(RoutedModel("m", endpoints=("m/1", "static:m/0")), RoutedModel("x", endpoints=("x/1",))),
+    endpoints=(
+        endpoint("m/1", "http://a.sim:20001/v1", model="m"),
+        endpoint("static:m/0", "http://s:1/v1", model="m", static=True),
+        endpoint("x/1", "http://b.sim:20005/v1", model="x"),
+    ),
+)
+
+
+def test_a_leader_that_knows_less_goes_on_routing():
+    """A lost store: the table on disk knows replicas, and a model, that no record does. They stay; static ones do not."""
+    table = build(known(), BEFORE)
+    assert routed(table) == ("m/1",) and routed(table, "x") == ("x/1",)
+
+
+def test_an_inherited_endpoint_leaves_by_its_nodes_word():
+    """The node at that address has reported and does not list it; a node that has not reported says nothing."""
+    assert routed(build(known(told={"b": []}), BEFORE)) == ("m/1",)
+    assert routed(build(known(told={"a": [reported()]}), BEFORE)) == ("m/1",)
+    assert routed(build(known(told={"a": []}), BEFORE)) == ()
+    assert routed(build(known(told={"a": [reported(state=ShardState.STOPPING)]}), BEFORE)) == ()
+
+
+def test_an_inherited_endpoint_gives_way_to_a_ready_replica_and_to_its_own_record():
+    """The successor is ready, or a record says what became of it."""
+    assert routed(build(known(shard(2, "b")), BEFORE)) == ("m/2",)
+    assert routed(build(known(shard(1, state=ShardState.BACKOFF, url="")), BEFORE)) == ()
+    husk = evolve(shard(1, state=ShardState.STOPPED, url=""), allocation=None)
+    assert routed(build(known(husk), BEFORE)) == ()
+
+
+def test_a_model_that_the_catalog_lacks_is_routed_while_its_replicas_are_wanted():
+    """Absence from a catalog orders nothing."""
+    other = shard(1, model="gone")
+    assert routed(build(known(other), None), "gone") == ("gone/1",)
+    leaving = evolve(other, wanted=Wanted.DRAIN, state=ShardState.DRAINING)
+    assert [one.name for one in build(known(leaving), None).models] == ["m"]
+
+
+def test_equal_tables_are_not_published_again():
+    """Rows and versions are the routers' own."""
+    one = build(known(shard()), None)
+    other = build(known(shard()), None)
+    assert same(one, other) and not same(one, build(known(shard(), reasons={"m": "x"}, models=[Model("n")]), None))

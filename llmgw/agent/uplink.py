@@ -122,15 +122,14 @@ class Uplink(Service):
             self._dialing.cancel()
         self.status = "stopped"
 
-    def reload(self, settings: AgentSettings) -> None:
-        """Take renewed certificates and other addresses for the next link; the one that is up goes on.
+    def reload(self) -> None:
+        """Take renewed certificates for the next link; the one that is up goes on.
 
-        @raise LlmgwError: the certificates cannot be used, and the old settings stay.
+        @raise LlmgwError: they cannot be used, and the old ones stay.
         """
-        identity = read_identity(settings.tls, "node")
+        identity = read_identity(self._settings.tls, "node")
         if self._tls is not None:
             self._tls.use(identity)
-        self._settings = settings
 
     async def _dial_for_ever(self) -> None:
         while self.running:

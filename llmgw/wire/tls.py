@@ -132,6 +132,7 @@ class _Towards:
     def clientConnectionForTLS(self, tlsProtocol: TLSMemoryBIOProtocol) -> SSL.Connection:  # noqa: N803
         """Called by Twisted for each connection made. An IP address may not be a server name in TLS."""
         connection = self._tls.serverConnectionForTLS(tlsProtocol)
+        connection.set_alpn_protos([ALPN])
         if not _is_ip(self._host):
             connection.set_tlsext_host_name(self._host.encode("idna"))
         return connection

@@ -74,7 +74,7 @@ FAKE_ENGINE = """
     replicas: {replicas}
     profile:
       engine: command
-      argv: [{python}, -m, llmgw.testing.fake_engine, --port, "{{port}}", --model, "{{model}}"{extra}]
+      argv: [{python}, -m, llmgw.testing.fake_engine, --port, "{{port}}", --name, "{{model}}"{extra}]
       health: /health
       resources: {{devices: 0, host_memory: 16MiB}}
 """

@@ -70,7 +70,7 @@ def test_an_open_address_without_keys_is_refused(fleet):
 def test_a_server_without_profiles_is_only_a_router(fleet):
     """Static endpoints, no fleet section, role router."""
     (port,) = free_ports(1)
-    engine = subprocess.Popen([sys.executable, "-m", "llmgw.testing.fake_engine", "--port", str(port), "--model", "upstream"])
+    engine = subprocess.Popen([sys.executable, "-m", "llmgw.testing.fake_engine", "--port", str(port), "--name", "upstream"])
     try:
         path = fleet.folder / "server.yaml"
         path.write_text(

@@ -103,7 +103,7 @@ class Membership:
         shard, _, tail = rest.rpartition(":")
         shard, _, attempt = shard.rpartition(":")
         text = str(message.result.get("text") or message.error)
-        self.log.warn("{node} declined {operation}: {text}", node=node, operation=message.operation, text=text)
+        self.log.debug("{node} could not do {operation}: {text}", node=node, operation=message.operation, text=text)
         if kind == Wanted.RUN and attempt.isdecimal() and tail:
             self.declined[shard] = Declined(int(attempt), message.error, text)
             self._news()

@@ -16,11 +16,9 @@ from llmgw.router.scoreboard import (
     WAITING,
     WIDTH,
     Scoreboard,
-    ScoreboardAbsent,
     ScoreboardFull,
-    shared_file,
-    started,
 )
+from llmgw.router.sharedfile import Absent, shared_file, started
 from tests import board_processes
 
 
@@ -178,7 +176,7 @@ def test_garbage_is_replaced_by_the_server_and_refused_by_workers(tmp_path):
     """Bytes that are no scoreboard are never counted in."""
     path = tmp_path / "board"
     path.write_bytes(b"x" * 1000)
-    with pytest.raises(ScoreboardAbsent):
+    with pytest.raises(Absent):
         Scoreboard.attach(path, 1)
     Scoreboard.create(path).close()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -197,6 +195,25 @@ def test_symbolic_link_is_not_followed(tmp_path):
 def test_shared_file_differs_by_state_folder(tmp_path):
     """Two servers on one machine do not share counts."""
     assert shared_file(tmp_path / "a", "board") != shared_file(tmp_path / "b", "board")
+
+
+def test_last_to_go_takes_the_file_away(tmp_path):
+    """A worker that is left alone removes the files; while a server or another worker is there, nobody does."""
+    server = Scoreboard.create(tmp_path / "board")
+    server.assign(["endpoint/e"], 1)
+    other = board_processes.start("hold", server, "endpoint/e", 1)
+    assert answer(other)["ready"]
+    beside = tmp_path / "prefixes"
+    beside.touch()
+    last = Scoreboard.attach(server.path, server.claim())
+    assert not last.depart(beside), "the server is there"
+    server.set_owner(0, 0)
+    assert not last.depart(beside), "another worker is there"
+    end(other)
+    assert last.depart(beside)
+    assert not server.path.exists() and not beside.exists()
+    for one in (last, server):
+        one.close()
 
 
 def test_load_from_elsewhere_counts_for_choice_not_for_the_bound(board):

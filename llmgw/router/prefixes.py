@@ -30,7 +30,8 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from llmgw.router.scoreboard import WIDTH, ScoreboardAbsent, map_file, new_file
+from llmgw.router.scoreboard import WIDTH
+from llmgw.router.sharedfile import Absent, map_file, new_file
 
 BLOCK = 2048
 ENTRIES = 1 << 19
@@ -83,7 +84,7 @@ class Prefixes:
         """
         try:
             self._map: mmap.mmap = map_file(path, entries * ENTRY)
-        except ScoreboardAbsent:
+        except Absent:
             new_file(path, entries * ENTRY, b"")
             self._map = map_file(path, entries * ENTRY)
         whole = memoryview(self._map)

@@ -36,7 +36,6 @@ The file belongs in memory (L{shared_file}): on a disk, the kernel's writeback w
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import threading
 from collections.abc import Iterable
@@ -44,6 +43,8 @@ from pathlib import Path
 
 from llmgw.errors import LlmgwError
 from llmgw.router import windows
+from llmgw.router.sharedfile import Absent, locked, map_file, new_file, started
+from llmgw.router.sharedfile import shared_file as shared_file
 
 MAGIC = 0x6C6C6D6777_01
 WIDTH = 8
@@ -62,63 +63,9 @@ class ScoreboardFull(LlmgwError):
     """There is no free row or column."""
 
 
-class ScoreboardAbsent(LlmgwError):
-    """There is no scoreboard at this path, or it has another layout."""
-
-
-def shared_file(state: Path, name: str) -> Path:
-    """Where a file shared by the processes of the server with this C{state} folder belongs: in memory, if there is room."""
-    shm = Path("/dev/shm")
-    if not os.access(shm, os.W_OK):
-        return state / name
-    digest = hashlib.sha256(os.fsencode(state.resolve())).hexdigest()[:16]
-    return shm / f"llmgw-{os.getuid()}-{digest}-{name}"
-
-
-def started(pid: int) -> int:
-    """When C{pid} started, in clock ticks since boot; 0 if there is no such process or it is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
 def name_hash(name: str) -> int:
     """The directory's mark of a row's name; never 0."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) or 1
-
-
-def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map C{size} bytes of C{path}, which must be ours and of that size.
-
-    @raise ScoreboardAbsent: it is not.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise ScoreboardAbsent(f"{path}: cannot be opened: {error.strerror}") from None
-    try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.getuid() or status.st_size != size:
-            raise ScoreboardAbsent(f"{path}: has {status.st_size} bytes, not {size}, or is not ours")
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
-
-
-def new_file(path: Path, size: int, first: bytes) -> None:
-    """Put a file of C{size} zero bytes that begins with C{first} in place of C{path}, readable by us only."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
-    descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(descriptor, size)
-        os.pwrite(descriptor, first, 0)
-    finally:
-        os.close(descriptor)
-    os.rename(scratch, path)
 
 
 class Scoreboard:
@@ -131,7 +78,7 @@ class Scoreboard:
     def __init__(self, path: Path, column: int, rows: int = 8192, columns: int = 32) -> None:
         """Map an existing file. The server uses L{create}, a worker L{attach}.
 
-        @raise ScoreboardAbsent: there is no such file of this layout.
+        @raise Absent: there is no such file of this layout.
         """
         self.path, self.column, self.rows, self.columns = path, column, rows, columns
         cells = HEAD_CELLS + columns * OWNER_CELLS + rows * 2 + columns * rows * WIDTH
@@ -141,7 +88,7 @@ class Scoreboard:
         self._directory = self._owners + columns * OWNER_CELLS
         self._first = self._directory + rows * 2
         if list(self._cells[:3]) != [MAGIC, rows, columns]:
-            raise ScoreboardAbsent(f"{path}: is a scoreboard of another layout")
+            raise Absent(f"{path}: is a scoreboard of another layout")
         self._fence = threading.Lock()
         self._mark = -1
         self._rows: dict[str, int] = {}
@@ -152,15 +99,19 @@ class Scoreboard:
     @classmethod
     def create(cls, path: Path, rows: int = 8192, columns: int = 32) -> Scoreboard:
         """The server's view: of the file that is there, else of a new one."""
-        try:
-            board = cls(path, 0, rows, columns)
-        except ScoreboardAbsent:
+        with locked(path):
+            try:
+                board = cls(path, 0, rows, columns)
+                board.set_owner(0, os.getpid())
+                return board
+            except Absent:
+                pass
             first = b"".join(value.to_bytes(8, "little") for value in (MAGIC, rows, columns, 1))
             size = HEAD_CELLS + columns * OWNER_CELLS + rows * 2 + columns * rows * WIDTH
             new_file(path, size * 8, first)
             board = cls(path, 0, rows, columns)
-        board.set_owner(0, os.getpid())
-        return board
+            board.set_owner(0, os.getpid())
+            return board
 
     @classmethod
     def attach(cls, path: Path, column: int, rows: int = 8192, columns: int = 32) -> Scoreboard:
@@ -358,6 +309,18 @@ class Scoreboard:
                 self.clear(column)
                 dead.append(column)
         return dead
+
+    def depart(self, *beside: Path) -> bool:
+        """A worker's last act: whoever goes last, with no server there, takes the file and those C{beside} it away."""
+        with locked(self.path):
+            for column in range(self._cells[MARK]):
+                at = self._owner(column)
+                pid = self._cells[at + PID]
+                if column != self.column and pid and started(pid) == self._cells[at + STARTED]:
+                    return False
+            for path in (self.path, *beside):
+                path.unlink(missing_ok=True)
+        return True
 
     def acknowledge(self, version: int) -> None:
         """A worker routes by table C{version} now and has nothing more to do with rows that it does not hold."""

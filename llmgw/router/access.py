@@ -113,13 +113,13 @@ class AccessLog:
 
 
 def _row(exchange: Exchange, shift: float) -> dict[str, object]:
-    began = exchange.request.began
+    began, usage = exchange.request.began, exchange.usage
     return {
         "time": began + shift,
         "id": exchange.answer_id.decode(),
         "client_id": exchange.request.ours.get(b"x-request-id", b"").decode("latin-1"),
         "client": exchange.client.peer,
-        "key": exchange.key.id if exchange.key is not None else "",
+        "key": exchange.caller.id if exchange.caller is not None else "",
         "call": exchange.call.name,
         "model": exchange.served.name,
         "replica": exchange.upstream.id if exchange.upstream is not None else "",
@@ -127,6 +127,14 @@ def _row(exchange: Exchange, shift: float) -> dict[str, object]:
         "status": exchange.status,
         "outcome": exchange.outcome,
         "retries": exchange.retries,
-        "ttft_ms": round((exchange.first - began) * 1000, 2) if exchange.first else None,
-        "duration_ms": round((exchange.ended - began) * 1000, 2),
+        "queue_ms": _ms(exchange.queued, began),
+        "ttft_ms": _ms(exchange.first, began),
+        "duration_ms": _ms(exchange.ended, began),
+        "prompt": usage.prompt if usage is not None else None,
+        "cached": usage.cached if usage is not None else None,
+        "completion": usage.completion if usage is not None else None,
     }
+
+
+def _ms(when: float, began: float) -> float | None:
+    return round((when - began) * 1000, 2) if when else None

@@ -13,11 +13,26 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from llmgw.router.errors import Refusal
+from llmgw.router.usage import ask, asks
 
 
 class _Fields(Struct):
+    """What is looked at. All but the first two stay raw: whether their types are right is for the engine to say."""
+
     model: str | UnsetType = UNSET
     stream: bool | None = False
+    stream_options: Raw | UnsetType = UNSET
+    messages: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
+    system: Raw | UnsetType = UNSET
+    instructions: Raw | UnsetType = UNSET
+    tools: Raw | UnsetType = UNSET
+    max_tokens: Raw | UnsetType = UNSET
+    max_completion_tokens: Raw | UnsetType = UNSET
+    max_output_tokens: Raw | UnsetType = UNSET
+    prompt_cache_key: Raw | UnsetType = UNSET
+    session_id: Raw | UnsetType = UNSET
 
 
 _decode = msgspec.json.Decoder(_Fields).decode
@@ -26,14 +41,20 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Body:
-    """A body with what was read of it. C{model} is the name as the caller wrote it, alias or not."""
+    """A body with what was read of it.
 
-    __slots__ = ("model", "raw", "stream")
+    @ivar model: the name as the caller wrote it, alias or not.
+    @ivar hides_usage: L{ask_usage} has asked for something that the caller did not ask for.
+    """
 
-    def __init__(self, raw: bytes, model: str, stream: bool = False) -> None:
+    __slots__ = ("_fields", "hides_usage", "model", "raw", "stream")
+
+    def __init__(self, raw: bytes, model: str, fields: _Fields | None = None) -> None:
         self.raw = raw
         self.model = model
-        self.stream = stream
+        self.stream = bool(fields is not None and fields.stream)
+        self.hides_usage = False
+        self._fields = fields
 
     def sent_to(self, name: str) -> bytes:
         """The body for an engine that serves the model as C{name}."""
@@ -42,6 +63,48 @@ class Body:
         fields = _take_apart(self.raw)
         fields["model"] = Raw(_encode(name))
         return _encode(fields)
+
+    def ask_usage(self) -> None:
+        """Have the engine say what a stream used, unless the caller asks already."""
+        fields = self._fields
+        if fields is None or not self.stream:
+            return
+        options = None if fields.stream_options is UNSET else memoryview(fields.stream_options)
+        if not asks(options):
+            self.raw = ask(self.raw, options)
+            self.hides_usage = True
+
+    def release(self) -> None:
+        """The request is over: only what is small is kept for the log."""
+        self.raw = b""
+        self._fields = None
+
+    def prompt(self) -> tuple[memoryview, bytes]:
+        """The raw prompt, and what an engine's template puts before it: the beginning that requests may share."""
+        fields = self._fields
+        if fields is None:
+            return memoryview(b""), b""
+        found = next((part for part in (fields.messages, fields.prompt, fields.input) if part is not UNSET), b"")
+        before = [bytes(part) for part in (fields.tools, fields.system, fields.instructions) if part is not UNSET]
+        return memoryview(found), b"".join(before)
+
+    def session(self) -> bytes:
+        """What the caller says belongs together, as raw JSON; empty if it says nothing."""
+        fields = self._fields
+        if fields is None:
+            return b""
+        found = fields.prompt_cache_key if fields.prompt_cache_key is not UNSET else fields.session_id
+        return b"" if found is UNSET else bytes(found)
+
+    def max_tokens(self) -> int | None:
+        """The longest answer that the caller allows."""
+        fields = self._fields
+        if fields is None:
+            return None
+        for part in (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens):
+            if part is not UNSET and bytes(part).isdigit():
+                return int(bytes(part)[:9])
+        return None
 
 
 def read_json(raw: bytes) -> Body:
@@ -58,4 +121,4 @@ def read_json(raw: bytes) -> Body:
         raise Refusal(400, "bad_json", f"The body is not JSON: {error}.") from None
     if fields.model is UNSET or not fields.model:
         raise Refusal(400, "model_missing", "The body names no model: set `model`.", param="model")
-    return Body(raw, fields.model, bool(fields.stream))
+    return Body(raw, fields.model, fields)

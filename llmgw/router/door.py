@@ -14,18 +14,18 @@ from urllib.parse import unquote
 
 import msgspec
 
-from llmgw.router.access import AccessLog
-from llmgw.router.body import read_json
-from llmgw.router.breaker import RetryBudget
-from llmgw.router.choose import Candidate
-from llmgw.router.errors import Refusal
+from llmgw.router.account import Accounts
+from llmgw.router.body import Body, read_json
+from llmgw.router.breaker import FAILURES, RetryBudget
+from llmgw.router.errors import OPENAI, Refusal
 from llmgw.router.http import ServerConnection
+from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
+from llmgw.router.prefixes import NO_HINT, Hint
 from llmgw.router.relay import Exchange
 from llmgw.router.request import Field, Request
-from llmgw.router.routes import Routes, Served
-from llmgw.router.scoreboard import Scoreboard
+from llmgw.router.routes import Caller, Routes, Served, Shared
 from llmgw.router.surface import LOCAL, Call, find_call, shape_of
-from llmgw.router.table import KeyEntry, RoutedModel
+from llmgw.router.table import RoutedModel
 from llmgw.router.upstream import Upstream
 
 _encode = msgspec.json.Encoder().encode
@@ -39,17 +39,17 @@ class Door:
     @ivar routes: what is routed by now; L{use} replaces it.
     @ivar leaving: no new connection is accepted any more; C{/ready} says so.
     @ivar on_failure: called with C{(endpoint id, kind, text)} when an endpoint fails a request.
-    @ivar on_demand: called with the name of a model that is asked for and has no endpoint.
+    @ivar on_demand: called with a model that is asked for and has no endpoint.
     """
 
-    def __init__(self, board: Scoreboard, routes: Routes, log: AccessLog) -> None:
-        self.board = board
-        self.log = log
+    def __init__(self, shared: Shared, routes: Routes, accounts: Accounts) -> None:
+        self.board = shared.board
+        self.accounts = accounts
         self.budget = RetryBudget()
         self.connections: set[ServerConnection] = set()
         self.leaving = False
         self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
-        self.on_demand: Callable[[str], None] = lambda model: None
+        self.on_demand: Callable[[Served], None] = lambda served: None
         self._prefix = os.urandom(6).hex().encode() + b"-"
         self._count = 0
         self.use(routes)
@@ -71,8 +71,8 @@ class Door:
     def sweep(self, now: float) -> None:
         """See to every deadline. Called a few times a second; nothing else in the data plane has a timer."""
         for connection in list(self.connections):
-            if connection.moved:
-                connection.moved = False
+            if connection.moved != connection.swept:
+                connection.swept = connection.moved
                 connection.deadline = now + connection.grace
             elif now >= connection.deadline:
                 connection.expire(now)
@@ -91,19 +91,21 @@ class Door:
             allowed = call.method.decode()
             raise Refusal(405, "method_not_allowed", f"{call.path.decode()} is called with {allowed}.", allow=allowed)
         if call.path not in (b"/health", b"/ready"):
-            request.context = self._key(request)
+            request.context = self._caller(request)
 
-    def _key(self, request: Request) -> KeyEntry | None:
+    def _caller(self, request: Request) -> Caller | None:
         given = request.ours.get(b"authorization", b"")
         token = given[7:].strip() if given[:7].lower() == b"bearer " else request.ours.get(b"x-api-key", b"")
-        key = self.routes.keys.get(hashlib.sha256(token).hexdigest()) if token else None
-        if key is not None and key.expires is not None and key.expires < time.time():
-            raise Refusal(401, "key_expired", f"The API key {key.name or key.id} has expired.")
-        if key is None and self.routes.table.keys_required:
+        caller = self.routes.caller(hashlib.sha256(token).hexdigest()) if token else None
+        if caller is not None:
+            entry = caller.entry
+            if entry.expires is not None and entry.expires < time.time():
+                raise Refusal(401, "key_expired", f"The API key {entry.name or entry.id} has expired.")
+        elif self.routes.table.keys_required:
             if not token:
                 raise Refusal(401, "key_missing", "An API key is needed: send `Authorization: Bearer KEY`.")
             raise Refusal(401, "invalid_api_key", "This API key is not known here, or it has been revoked.")
-        return key
+        return caller
 
     def shape(self, request: Request) -> str:
         """How errors of this request look."""
@@ -112,8 +114,7 @@ class Door:
     def refused(self, connection: ServerConnection, request: Request, refusal: Refusal) -> list[Field]:
         """Count it; its answer carries its id."""
         id = request.ours.get(b"x-request-id") or self.next_id()
-        if not request.logged:
-            self.log.refused(connection.peer, request, refusal, id)
+        self.accounts.refused(connection.peer, request, refusal, id)
         return [(b"x-request-id", id)]
 
     def begin(self, connection: ServerConnection, request: Request) -> Exchange | None:
@@ -123,41 +124,59 @@ class Door:
         if call.model is LOCAL:
             self._answer(connection, request, call)
             return None
-        key: KeyEntry | None = request.context
+        caller: Caller | None = request.context
         body = read_json(request.body())
-        served = self._model(body.model, key)
-        exchange = Exchange(self, connection, request, call, served, key, body)
+        served = self._model(body.model, caller)
+        exchange = Exchange(self, connection, request, call, served, caller, body)
         connection.work = exchange
         try:
-            exchange.start()
+            grant = self._grant(caller, exchange.size, body)
+            if body.stream and call.usage == OPENAI:
+                body.ask_usage()
+            exchange.start(grant, self._hint(served, request, body))
         except Refusal:
             connection.work = None
             raise
         return exchange if connection.work is exchange else None
 
-    def _model(self, name: str, key: KeyEntry | None) -> Served:
+    def _grant(self, caller: Caller | None, size: int, body: Body) -> Grant:
+        if caller is None or not caller.limited:
+            return UNLIMITED
+        grant = caller.allowance.admit(time.time(), estimate(size, body.max_tokens()))
+        if isinstance(grant, Limited):
+            raise Refusal(429, grant.kind, f"{grant.text}. Try again in {grant.retry_after} s.", retry_after=grant.retry_after)
+        return grant
+
+    @staticmethod
+    def _hint(served: Served, request: Request, body: Body) -> Hint:
+        if served.hints is None or len(served.upstreams) < 2:
+            return NO_HINT
+        text, before = body.prompt()
+        return served.hints.look(text, before, request.ours.get(b"x-session-id") or body.session())
+
+    def _model(self, name: str, caller: Caller | None) -> Served:
         routes = self.routes
         served = routes.models.get(name)
         if served is None:
             if not routes.table.version:
                 raise Refusal(503, "starting", "The router has no routing table yet.", retry_after=2)
             raise Refusal(404, "model_not_found", f"There is no model {name[:200]!r} here.", param="model")
-        if key is not None and key.models and served.name not in key.models:
-            raise Refusal(403, "model_not_allowed", f"The API key {key.name or key.id} may not use {name}.", param="model")
+        if caller is not None and caller.entry.models and served.name not in caller.entry.models:
+            text = f"The API key {caller.entry.name or caller.id} may not use {name}."
+            raise Refusal(403, "model_not_allowed", text, param="model")
         if not served.upstreams:
             for other in served.config.fallbacks:
                 fallback = routes.models.get(other)
                 if fallback is not None and fallback.upstreams:
                     return fallback
-            self.on_demand(served.name)
-            reason = served.config.reason or "no replica is ready"
-            raise Refusal(503, "not_ready", f"{served.name} is not ready: {reason}.", retry_after=served.config.retry_after)
+            self.on_demand(served)
+            if not served.config.on_demand:
+                reason = served.config.reason or "no replica is ready"
+                raise Refusal(503, "not_ready", f"{served.name} is not ready: {reason}.", retry_after=served.config.retry_after)
         return served
 
-    def nothing(self, served: Served, why: str, tried: list[Upstream] | list[Candidate]) -> Refusal:
+    def nothing(self, served: Served, why: str, tried: list[Upstream]) -> Refusal:
         """Why none of a model's endpoints can be tried (the word is one of L{choose.Group.choose})."""
-        if why == "full":
-            return Refusal(429, "full", f"All replicas of {served.name} are busy.", retry_after=1)
         if why == "open":
             wait = min(up.breaker.blocked_until for up in served.upstreams) - _monotonic()
             text = f"All replicas of {served.name} have failed repeatedly and are left alone for a while."
@@ -165,15 +184,23 @@ class Door:
         text = f"{len(tried)} replicas of {served.name} failed this request, and there is no other."
         return Refusal(502, "engines_failed", text, retry_after=1)
 
-    def failure(self, upstream: Upstream, kind: str, text: str) -> None:
+    def failure(self, served: Served, upstream: Upstream, kind: str, text: str) -> None:
         """An endpoint failed a request."""
+        if upstream.breaker.failed(_monotonic()) and upstream.breaker.failures <= FAILURES:
+            self.accounts.breaker(served, upstream, "open")
         self.on_failure(upstream.id, kind, text)
 
-    def finished(self, exchange: Exchange) -> None:
+    def recovered(self, served: Served, upstream: Upstream) -> None:
+        """An endpoint that had failed has answered."""
+        if upstream.breaker.succeeded():
+            self.accounts.breaker(served, upstream, "closed")
+
+    def finished(self, exchange: Exchange, grant: Grant) -> None:
         """A request has ended, however."""
         exchange.request.parts.clear()
         exchange.request.logged = True
-        self.log.add(exchange)
+        exchange.body.release()
+        self.accounts.ended(exchange, grant)
 
     # What needs no engine.
 

@@ -94,12 +94,13 @@ class ServerConnection(asyncio.Protocol):
     """One client's connection.
 
     @ivar deadline: monotonic time at which C{expire} is due; the sweep in C{router/worker.py} watches it.
-    @ivar moved: something has come or gone since the last sweep; the deadline then starts again with C{grace}.
+    @ivar moved: counts what comes and goes. The sweep compares it with C{swept}; if they differ, the deadline starts again
+        with C{grace}.
     """
 
     __slots__ = (
         "_ahead", "_app", "_building", "_closing", "_deaf", "_field_count", "_head_bytes", "_leaving", "_parser", "_ready",
-        "_request", "_twice", "deadline", "grace", "moved", "peer", "transport", "work", "write",
+        "_request", "_twice", "deadline", "grace", "moved", "peer", "swept", "transport", "work", "write",
     )  # fmt: skip
 
     def __init__(self, app: App) -> None:
@@ -116,7 +117,7 @@ class ServerConnection(asyncio.Protocol):
         self._leaving = False  # the next answer is the last
         self._closing = False  # nothing more is answered
         self.work: Work | None = None
-        self.moved = False
+        self.moved = self.swept = 0
         self.grace = math.inf
         self.deadline = math.inf
         self.peer = ""
@@ -172,7 +173,7 @@ class ServerConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """The client has caught up."""
-        self.moved = True
+        self.moved += 1
         if self.work is not None:
             self.work.resume()
 
@@ -235,7 +236,7 @@ class ServerConnection(asyncio.Protocol):
             self._stop_listening()
             return
         request.parts.append(data)
-        self.moved = True
+        self.moved += 1
 
     def on_message_complete(self) -> None:
         """A request is whole."""

@@ -1,173 +1,224 @@
-"""One request on its way: an endpoint is chosen, the request sent, the answer passed on, and everything counted once.
+"""One request on its way: it waits for its turn, an endpoint is chosen, the request sent, the answer passed on, all counted once.
 
 Nothing of an answer goes to the client before its first whole event (or first piece of a plain body) is here, head included:
 until then another replica can still answer. After that nothing is ever sent again; an engine that dies leaves the client with a
 stream that ends in an error event, then an abnormal close, never with C{[DONE]}.
 
-What may surprise:
-
-  - Of an event stream only whole events go out. An unfinished tail waits for the next read, so that a death in mid-event leaves
-    nothing torn behind. An event longer than 1 MiB goes out in pieces nevertheless.
-  - Bodies are framed anew where a read is not exactly one chunk (L{upstream.EngineConnection} passes that on as it is).
-  - L{Exchange._finish} is the only end. It is reached exactly once, from whichever side ends first.
+What may surprise: L{Exchange._finish} is the only end. It is reached exactly once, from whichever side ends first, and gives
+back all that the request holds: its place, its grant, its connection.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from llmgw.router.answer import Answer
 from llmgw.router.breaker import is_failure
-from llmgw.router.errors import Refusal, error_event, reason_phrase
+from llmgw.router.errors import Refusal, error_event
 from llmgw.router.http import ServerConnection, connection_field
+from llmgw.router.limits import UNLIMITED, Grant
+from llmgw.router.prefixes import NO_HINT, Hint
 from llmgw.router.request import Field, Request
-from llmgw.router.routes import Served
+from llmgw.router.routes import Caller, Served
 from llmgw.router.surface import Call
-from llmgw.router.table import KeyEntry
-from llmgw.router.upstream import LENGTH, EngineConnection, Upstream
+from llmgw.router.upstream import EngineConnection, Upstream
+from llmgw.router.usage import Usage
 
 if TYPE_CHECKING:
     import asyncio
 
+    from llmgw.router.admission import Waiter
     from llmgw.router.body import Body
     from llmgw.router.door import Door
 
-MAX_EVENT = 2**20
 EXTRA_TRIES = 2
 RETRIED = frozenset((502, 503, 504))
-# Fields of an engine's answer that end here; the rest goes to the client.
-HERE = frozenset(
-    b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade content-length "
-    b"x-request-id set-cookie".split()
-)
+QUEUED, CONNECT, FIRST_TOKEN, FLOWING, OVER = "queued", "connect", "first_token", "flowing", "over"
 _monotonic = time.monotonic
 
 
 class Exchange:
     """A request and its answer.
 
-    @ivar outcome: how it ended, for metrics and the log: C{done}, C{client_gone}, C{upstream_error}, C{timeout}, C{refused}.
+    @ivar state: C{queued}, C{connect}, C{first_token}, C{flowing}, C{over}.
+    @ivar outcome: how it ended, for metrics and the log: C{done}, C{client_gone}, C{upstream_error}, C{timeout}, C{refused} or
+        C{cut}.
+    @ivar phase: the state in which it ended.
     @ivar why: why this endpoint (see router/choose.py).
-    @ivar retries: how many endpoints failed it before.
+    @ivar retries: how many endpoints failed it before, the last time because of C{cause}.
+    @ivar queued, sent, first, ended: when (monotonic; 0.0 never) its place was got, it was sent, its answer began, it was over.
     """
 
     __slots__ = (
-        "_budgeted", "_connection", "_door", "_fresh", "_head", "_held", "_over", "_paused", "_plain", "_sse", "_task", "_torn",
-        "_tried", "_waiting_for", "answer_id", "body", "call", "chunked", "client", "ended", "first", "key", "outcome", "parts",
-        "request", "retries", "sent", "served", "status", "upstream", "usage_at", "why",
+        "_answer", "_budgeted", "_connection", "_door", "_fresh", "_grant", "_hint", "_moved", "_paused", "_task", "_tried",
+        "_waiter", "answer_id", "body", "call", "caller", "cause", "client", "ended", "first", "outcome", "phase", "queued",
+        "request", "retries", "sent", "served", "size", "state", "status", "upstream", "usage", "why",
     )  # fmt: skip
 
     def __init__(
-        self, door: Door, client: ServerConnection, request: Request, call: Call, served: Served, key: KeyEntry | None, body: Body
+        self,
+        door: Door,
+        client: ServerConnection,
+        request: Request,
+        call: Call,
+        served: Served,
+        caller: Caller | None,
+        body: Body,
     ) -> None:
         self._door = door
         self.client = client
         self.request = request
         self.call = call
         self.served = served
-        self.key = key
+        self.caller = caller
         self.body = body
+        self.size = len(body.raw)
         self.answer_id = door.next_id()
         self.upstream: Upstream | None = None
-        self.why = ""
-        self.retries = 0
-        self.status = 0
-        self.first = 0.0
-        self.ended = 0.0
-        self.outcome = ""
-        self.sent = False
-        self.chunked = False
-        self.parts: list[bytes] | None = None
-        self.usage_at: bytes = b""
-        self._tried: list[Upstream] = []
+        self.state = QUEUED
+        self.why = self.outcome = self.cause = self.phase = ""
+        self.status = self.retries = 0
+        self.queued = self.sent = self.first = self.ended = 0.0
+        self.usage: Usage | None = None
+        self._answer: Answer | None = None
         self._connection: EngineConnection | None = None
         self._task: asyncio.Task[None] | None = None
-        self._head = b""
-        self._held = b""
-        self._plain = False
-        self._sse = False
-        self._torn = False
-        self._paused = False
-        self._fresh = False
-        self._budgeted = False
-        self._over = False
-        self._waiting_for = ""
+        self._waiter: Waiter | None = None
+        self._grant: Grant = UNLIMITED
+        self._hint: Hint = NO_HINT
+        self._tried: list[Upstream] = []
+        self._moved = 0
+        self._paused = self._fresh = self._budgeted = False
+
+    # Getting a place.
+
+    def start(self, grant: Grant, hint: Hint) -> None:
+        """Send the request to the endpoint that is best for it, now or when it is its turn.
+
+        @raise Refusal: there is no use in waiting.
+        """
+        self._door.budget.live += 1
+        self._grant, self._hint = grant, hint
+        try:
+            line = self.served.line
+            if not self.served.upstreams or line.crowded() or not self._take():
+                self._get_in_line()
+        except Refusal as refusal:
+            self._finish("refused", refusal.status)
+            raise
+
+    def _take(self) -> bool:
+        """Take a place and go; False if all are taken. @raise Refusal: no place will become free."""
+        hint = self._hint
+        found, why = self.served.line.take(_monotonic(), hint.held, hint.blocks, hint.session, self._tried)
+        if found is None:
+            if why == "full" or not self.served.upstreams:
+                return False
+            raise self._door.nothing(self.served, why, self._tried)
+        self._go(found, why)
+        return True
+
+    def _go(self, upstream: Any, why: str) -> None:
+        now = _monotonic()
+        if upstream.breaker.blocked_until:
+            upstream.breaker.trying(now)
+        if self._hint.hashes and self.served.hints is not None and upstream in self.served.upstreams:
+            self.served.hints.sent(self._hint, self.served.upstreams.index(upstream), now)
+        self.upstream, self.why, self._fresh = upstream, why, False
+        self.queued = self.queued or now
+        self._connect()
+
+    def _get_in_line(self) -> None:
+        line = self.served.line
+        high = self.caller is not None and self.caller.high
+        self._waiter = line.wait(high, self._door.timeouts.queue, self._turn, self._turned_out)
+        if self._waiter is None:
+            text = f"All replicas of {self.served.name} are busy and as many requests wait as may."
+            raise Refusal(429, "queue_full", text, retry_after=line.retry_after())
+        self._wait(QUEUED, float("inf"))
+
+    def _turn(self) -> bool:
+        served = self._door.routes.models.get(self.served.name)
+        if served is not None and served is not self.served:
+            self.served, self._hint = served, NO_HINT
+        try:
+            gone = self._take()
+        except Refusal as refusal:
+            self._refuse("upstream_error", refusal)
+            return True
+        if gone:
+            self._waiter = None
+        return gone
+
+    def _turned_out(self, reason: str) -> None:
+        self._waiter = None
+        name, after = self.served.name, self.served.line.retry_after()
+        if reason == "timeout":
+            text = f"No replica of {name} had room within {self._door.timeouts.queue:g} s (timeouts.queue)."
+            if not self.served.upstreams:
+                reason = self.served.config.reason or "it is starting"
+                text = f"{name} was not ready within {self._door.timeouts.queue:g} s: {reason}."
+            self._refuse("timeout", Refusal(504, "queue_timeout", text, retry_after=after))
+        elif reason == "displaced":
+            text = f"All replicas of {name} are busy, and a request of a higher class took the last place in line."
+            self._refuse("refused", Refusal(429, "queue_full", text, retry_after=after))
+        else:
+            self._refuse("refused", Refusal(404, "model_not_found", f"There is no model {name} here any more.", param="model"))
+
+    def _refuse(self, outcome: str, refusal: Refusal) -> None:
+        """Answer with an error of ours."""
+        self._finish(outcome, refusal.status)
+        self.client.refuse(self.request, refusal)
 
     # Towards an endpoint.
 
-    def start(self) -> None:
-        """Send the request to the endpoint that is best for it.
-
-        @raise Refusal: there is none.
-        """
-        self._door.budget.live += 1
-        try:
-            self._dispatch()
-        except Refusal:
-            self._finish("refused")
-            raise
-
-    def _dispatch(self) -> None:
-        door, now = self._door, _monotonic()
-        excluded = self._tried
-        while True:
-            upstream, why = self.served.group.choose(now, excluded=excluded)
-            if upstream is None:
-                raise door.nothing(self.served, why, self._tried)
-            assert isinstance(upstream, Upstream)
-            if door.board.enter(upstream.row, upstream.limit):
-                break
-            excluded = [*excluded, upstream]
-        if upstream.breaker.blocked_until:
-            upstream.breaker.trying(now)
-        self.upstream, self.why, self._fresh = upstream, why, False
-        self._connect()
-
     def _connect(self) -> None:
         assert self.upstream is not None
-        self._wait("connect", self._door.timeouts.connect)
+        self._wait(CONNECT, self._door.timeouts.connect)
         self._task = self.upstream.connect(self, self._fresh)
 
-    def _wait(self, what: str, seconds: float) -> None:
-        self._waiting_for = what
+    def _wait(self, state: str, seconds: float) -> None:
+        self.state = state
         self.client.grace = seconds
         self.client.deadline = _monotonic() + seconds
 
     def connected(self, connection: EngineConnection) -> None:
         """An endpoint has a connection for us."""
         self._task = None
-        upstream = self.upstream
+        upstream, request = self.upstream, self.request
         assert upstream is not None
-        if self._over:
+        if self.state is OVER:
             upstream.give_back(connection)
             return
         self._connection = connection
-        request = self.request
         data = self.body.sent_to(upstream.config.model)
         fields = [b"%b: %b\r\n" % field for field in request.fields]
         head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n" % (
             upstream.head(self.call, request.query), self.answer_id, len(data), b"".join(fields),
         )  # fmt: skip
-        self._wait("first_token", self._door.timeouts.first_token)
+        self._wait(FIRST_TOKEN, self._door.timeouts.first_token)
+        self.sent = self.client.deadline - self.client.grace
         connection.send(self, self.client, head + data)
 
     def not_connected(self, error: Exception) -> None:
         """The endpoint refuses connections, or is not to be reached."""
         self._task = None
-        if not self._over:
+        if self.state is not OVER:
             self._failed("connect", f"cannot be connected to: {error}")
 
     def lost(self, error: Exception | None) -> None:
         """The engine's connection broke before its answer was whole."""
         connection, self._connection = self._connection, None
-        if self._over or connection is None:
+        if connection is None:
             return
-        if self.sent:
+        if self.state is FLOWING:
             self._failure("reset", "broke off in mid-answer")
             self._break_off("upstream_error", Refusal(502, "engine_lost", f"{self._name()} broke off in mid-answer."))
         elif connection.reused and not connection.heard and not self._fresh:
             # It closed an idle connection just as we used it; that is nobody's fault and happens once at most.
             self._fresh = True
+            self._door.accounts.stale()
             self._connect()
         else:
             self._failed("reset", f"closed the connection before it answered{f' ({error})' if error else ''}")
@@ -175,35 +226,37 @@ class Exchange:
     def _failed(self, kind: str, text: str, status: int = 502) -> None:
         """This endpoint did not answer: try another one, or say so."""
         self._failure(kind, text)
-        refusal = Refusal(status, f"engine_{kind}", f"{self._name()} {text}.", retry_after=1 if status != 504 else None)
-        if not self._retry():
-            self._finish("upstream_error", refusal.status)
-            self.client.refuse(self.request, refusal)
+        if not self._retry(kind):
+            after = 1 if status != 504 else None
+            self._refuse("upstream_error", Refusal(status, f"engine_{kind}", f"{self._name()} {text}.", retry_after=after))
 
-    def _retry(self) -> bool:
-        """Go on with another endpoint, if there is one and retrying is not what keeps the fleet busy already."""
-        assert self.upstream is not None
-        excluded = [*self._tried, self.upstream]
-        if len(excluded) > EXTRA_TRIES or self.served.group.choose(_monotonic(), excluded=excluded)[0] is None:
+    def _retry(self, cause: str) -> bool:
+        """Go on with another endpoint, if one has room and retrying is not what keeps the fleet busy already."""
+        failed, line = self.upstream, self.served.line
+        assert failed is not None
+        tried = [*self._tried, failed]
+        if len(tried) > EXTRA_TRIES or len(tried) >= len(self.served.upstreams):
             return False
         if not self._budgeted:
             if not self._door.budget.take():
                 return False
             self._budgeted = True
-        self._door.board.leave(self.upstream.row)
-        self._tried, self.upstream = excluded, None
+        line.give(failed)
+        hint = self._hint
+        found, why = line.take(_monotonic(), hint.held, hint.blocks, hint.session, tried)
+        if found is None:
+            self._door.board.enter(failed.row, 0)
+            self._door.board.enter(line.row, 0)
+            return False
+        self._tried = tried
         self.retries += 1
-        try:
-            self._dispatch()
-        except Refusal as refusal:
-            self._finish("upstream_error", refusal.status)
-            self.client.refuse(self.request, refusal)
+        self.cause = cause
+        self._go(found, why)
         return True
 
     def _failure(self, kind: str, text: str) -> None:
         assert self.upstream is not None
-        self.upstream.breaker.failed(_monotonic())
-        self._door.failure(self.upstream, kind, text)
+        self._door.failure(self.served, self.upstream, kind, text)
 
     def _name(self) -> str:
         return f"The replica {self.upstream.id} of {self.served.name}" if self.upstream else "The engine"
@@ -215,165 +268,111 @@ class Exchange:
         upstream, connection = self.upstream, self._connection
         assert upstream is not None
         assert connection is not None
-        if status in RETRIED or status in (401, 403):
-            if self._turned_away(status, connection):
-                return
-        elif is_failure(status):
-            upstream.breaker.failed(_monotonic())
-        elif status == 429:
-            upstream.breaker.neutral(_monotonic())
-        else:
-            upstream.breaker.succeeded()
+        if status < 400:
+            if upstream.breaker.failures or upstream.breaker.blocked_until:
+                self._door.recovered(self.served, upstream)
+        elif self._turned_away(status, upstream, connection):
+            return
         self.status = status
-        self._head = self._make_head(status, fields, framing)
+        body = self.body
+        self._answer = Answer(status, fields, framing, self.request.http11, bool(self.call.usage), body.hides_usage)
+        if not self._answer.chunked and not self._answer.plain:
+            self.request.keep_alive = False
 
-    def _turned_away(self, status: int, connection: EngineConnection) -> bool:
-        """An answer that says something of the endpoint rather than of the request. Returns whether it has been dealt with."""
-        upstream = self.upstream
-        assert upstream is not None
+    def _turned_away(self, status: int, upstream: Upstream, connection: EngineConnection) -> bool:
+        """An answer that may say something of the endpoint rather than of the request. Returns whether it has been dealt with."""
+        now = _monotonic()
         if status in (401, 403):
             self._connection = None
             connection.abort()
             self._failed("key", f"refused the router's key (HTTP {status}): something else may have its port")
             return True
-        if status == 503:
-            upstream.breaker.neutral(_monotonic())
-        else:
+        if is_failure(status):
             self._failure("status", f"answered HTTP {status}")
-        if not self._retry():
+        else:
+            upstream.breaker.neutral(now)
+            if status in (429, 503):
+                upstream.press(now)
+        if status not in RETRIED or not self._retry("status"):
             return False
         connection.abort()
         return True
 
-    def _make_head(self, status: int, fields: list[Field], framing: str) -> bytes:
-        request = self.request
-        lines = [b"HTTP/1.1 %d %b\r\n" % (status, reason_phrase(status))]
-        length = named = b""
-        for name, value in fields:
-            if name == b"content-length":
-                length = value
-            elif name == b"connection":
-                named = value.lower()
-            elif name not in HERE:
-                lines.append(b"%b: %b\r\n" % (name, value))
-                if name == b"content-type":
-                    self._sse = value.startswith(b"text/event-stream")
-        if named and named not in (b"close", b"keep-alive"):
-            hidden = {token.strip() + b":" for token in named.split(b",")}
-            lines = [line for line in lines if line.partition(b" ")[0] not in hidden]
-        if self._sse:
-            lines.append(b"cache-control: no-cache\r\nx-accel-buffering: no\r\n")
-        self._plain = framing == LENGTH and not self._sse
-        if self._plain:
-            lines.append(b"content-length: %b\r\n" % length)
-        elif request.http11:
-            self.chunked = True
-            lines.append(b"transfer-encoding: chunked\r\n")
-        else:
-            request.keep_alive = False
-        assert self.upstream is not None
-        lines.append(
-            b"x-request-id: %b\r\nx-llmgw-replica: %b\r\n%b\r\n"
-            % (request.ours.get(b"x-request-id", self.answer_id), self.upstream.id.encode(),
-               connection_field(request, self.client.keeps(request)))
-        )  # fmt: skip
-        return b"".join(lines)
-
     def piece(self, data: bytes, done: bool) -> None:
         """More of the answer's body."""
-        connection = self._connection
-        if self._sse:
-            if connection is not None:
-                connection.raw = None
-            if b'"usage":{' in data:
-                self.usage_at = data
-            data = self._whole_events(data, done)
-        elif self.parts is not None:
-            self.parts.append(data)
+        connection, answer, client = self._connection, self._answer, self.client
+        assert connection is not None
+        assert answer is not None
+        connection.raw = None
+        data = answer.feed(data, done)
         if not data and not done:
             return
-        if self.chunked:
-            if data:
-                data = b"%x\r\n%b\r\n" % (len(data), data)
-            if done:
-                data += b"0\r\n\r\n"
-        if not self.sent:
-            self.sent = True
-            self.first = _monotonic()
-            data = self._head + data
-            self._wait("idle", self._door.timeouts.idle)
-        self.client.write(data)
+        if self.state is not FLOWING:
+            data = self._head(answer) + data
+            self._wait(FLOWING, self._door.timeouts.idle)
+            self.first = client.deadline - client.grace
+            self._moved = client.moved
+        client.write(data)
         if done:
             self._finish("done")
-        elif connection is not None and self._sse and self.chunked and not self._held and not self._torn:
-            connection.raw = self.client.write if connection.between_chunks else None
+        elif answer.between_events and connection.between_chunks:
+            connection.raw = client.write
 
-    def _whole_events(self, data: bytes, done: bool) -> bytes:
-        """What may go out now: up to the end of the last whole event."""
-        if self._held:
-            data = self._held + data
-            self._held = b""
-        if done or data.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
-            self._torn = False
-            return data
-        end = last_event_end(data)
-        if len(data) - end > MAX_EVENT:
-            self._torn = True
-            return data
-        self._held = data[end:]
-        self._torn = self._torn and not end
-        return data[:end]
+    def _head(self, answer: Answer) -> bytes:
+        request = self.request
+        assert self.upstream is not None
+        return b"%bx-request-id: %b\r\nx-llmgw-replica: %b\r\n%b\r\n" % (
+            answer.head, request.ours.get(b"x-request-id", self.answer_id), self.upstream.id.encode(),
+            connection_field(request, self.client.keeps(request)),
+        )  # fmt: skip
 
     # Ends.
 
     def _break_off(self, outcome: str, refusal: Refusal) -> None:
         """The answer has begun and cannot be ended well: say so where there is a way to, then close without an ending."""
-        client = self.client
-        if self._sse and not self._torn and not client.transport.is_closing():
-            event = error_event(self.call.shape, refusal)
-            client.write(b"%x\r\n%b\r\n" % (len(event), event) if self.chunked else event)
+        client, answer = self.client, self._answer
+        assert answer is not None
+        if not client.transport.is_closing():
+            client.write(answer.last_words(error_event(self.call.shape, refusal)))
         self._finish(outcome)
-        if self.chunked or self._plain:
+        if answer.chunked or answer.plain:
             client.transport.close()
         else:
             client.transport.abort()
 
     def client_gone(self) -> None:
         """The client has left: the engine must not work for nobody."""
-        if self.upstream is not None and self.status == 0:
+        if self.upstream is not None and not self.status and self.state is not OVER:
             self.upstream.breaker.neutral(_monotonic())
         self._finish("client_gone", 499)
 
     def expired(self, now: float) -> None:
         """Nothing has moved for as long as this step may take."""
         waited = self.client.grace
-        if self._over:
-            self.client.transport.abort()
-        elif self._waiting_for == "connect":
+        if self.state is CONNECT:
+            if self._task is not None:
+                self._task.cancel()
+                self._task = None
             self._failed("timeout", f"did not accept a connection within {waited:g} s (timeouts.connect)", 504)
-        elif self._waiting_for == "first_token":
+        elif self.state is FIRST_TOKEN:
             self._failure("timeout", "sent nothing in time")
-            self._finish("timeout", 504)
             text = f"{self._name()} sent nothing within {waited:g} s (timeouts.first_token)."
-            self.client.refuse(self.request, Refusal(504, "first_token_timeout", text))
-        elif self._paused:
+            self._refuse("timeout", Refusal(504, "first_token_timeout", text))
+        elif self.state is OVER or self._paused:
             self._finish("client_gone", 499)
             self.client.transport.abort()
         else:
-            text = f"{self._name()} sent nothing for {waited:g} s (timeouts.idle)."
             self._failure("timeout", "fell silent in mid-answer")
+            text = f"{self._name()} sent nothing for {waited:g} s (timeouts.idle)."
             self._break_off("timeout", Refusal(504, "idle_timeout", text))
 
     def cut(self) -> None:
         """The worker exits."""
         refusal = Refusal(503, "router_leaving", "This router is being stopped. Send the request again.", retry_after=1)
-        if self._over:
-            return
-        if self.sent:
+        if self.state is FLOWING:
             self._break_off("cut", refusal)
-        else:
-            self._finish("cut", 503)
-            self.client.refuse(self.request, refusal)
+        elif self.state is not OVER:
+            self._refuse("cut", refusal)
 
     def pause(self) -> None:
         """The client does not keep up."""
@@ -388,21 +387,24 @@ class Exchange:
             self._connection.transport.resume_reading()
 
     def _finish(self, outcome: str, status: int = 0) -> None:
-        if self._over:
+        if self.state is OVER:
             return
-        self._over = True
+        self.phase, self.state = self.state, OVER
         self.ended = _monotonic()
         self.outcome = outcome
         self.status = status or self.status
-        door = self._door
+        door, client = self._door, self.client
         door.budget.live -= 1
         if self._budgeted:
             door.budget.give()
+        if self._waiter is not None:
+            self._waiter.leave()
+            self._waiter = None
         if self._task is not None:
             self._task.cancel()
             self._task = None
         if self.upstream is not None:
-            door.board.leave(self.upstream.row)
+            self.served.line.give(self.upstream)
         connection, self._connection = self._connection, None
         if connection is not None:
             if outcome == "done":
@@ -411,17 +413,9 @@ class Exchange:
                 connection.release()
             else:
                 connection.abort()
-        client = self.client
-        door.finished(self)
+        if self._answer is not None:
+            self.usage = self._answer.usage(outcome == "done", client.moved - self._moved, self.size)
+        grant, self._grant = self._grant, UNLIMITED
+        door.finished(self, grant)
         if outcome == "done":
             client.done(client.keeps(self.request))
-
-
-def last_event_end(data: bytes) -> int:
-    """Where the last whole event in this piece of a stream ends; 0 if none does. A blank line ends an event."""
-    best = 0
-    for ending in (b"\n\n", b"\n\r\n", b"\r\r"):
-        at = data.rfind(ending)
-        if at >= 0:
-            best = max(best, at + len(ending))
-    return best

@@ -1,7 +1,8 @@
 """What a routing table means to a worker: names to models, ids to endpoints with their connections, digests to keys.
 
-A new table makes new routes. An endpoint that is in both keeps its connections and its breaker; one that has left closes its idle
-connections, while requests that already run there go on to their end.
+A new table makes new routes. An endpoint that is in both keeps its connections and its breaker; one that has left closes its
+idle connections, while requests that already run there go on to their end. The line of a model goes on as well, with those who
+wait in it.
 """
 
 from __future__ import annotations
@@ -9,43 +10,84 @@ from __future__ import annotations
 import asyncio
 from random import random
 
+from attrs import field, frozen
 from msgspec.structs import replace
 
+from llmgw.router.admission import Line, WaitingRoom
 from llmgw.router.choose import Group
+from llmgw.router.limits import Allowance
+from llmgw.router.prefixes import Hints, Prefixes
 from llmgw.router.scoreboard import Scoreboard
 from llmgw.router.table import KeyEntry, RoutedModel, Table
 from llmgw.router.upstream import Upstream
 
 
+@frozen
+class Shared:
+    """What all routes of a worker have in common, whatever the table says. C{connections} is what L{Upstream.used} counts in."""
+
+    loop: asyncio.AbstractEventLoop
+    board: Scoreboard
+    prefixes: Prefixes
+    room: WaitingRoom
+    connections: list[int] = field(factory=lambda: [0, 0])
+
+
 class Served:
-    """One model: its entry in the table and the endpoints that answer for it now."""
+    """One model: its entry in the table, the endpoints that answer for it now, who waits, and who likely holds which prompts."""
 
-    __slots__ = ("config", "group", "name", "name_bytes", "row", "upstreams")
+    __slots__ = ("config", "hints", "line", "name", "upstreams")
 
-    def __init__(self, config: RoutedModel, upstreams: list[Upstream], board: Scoreboard) -> None:
+    def __init__(self, config: RoutedModel, upstreams: list[Upstream], shared: Shared, before: Served | None) -> None:
         self.config = config
         self.name = config.name
         self.upstreams = upstreams
-        self.group = Group(board, upstreams, config.policy, random)
-        self.row = board.row(f"model/{config.name}")
+        group = Group(shared.board, upstreams, config.policy, random)
+        row = shared.board.row(f"model/{config.name}") or 0
+        limit = config.max_in_flight or 0
+        self.line: Line
+        if before is not None and before.line.row == row:
+            self.line = before.line
+            self.line.update(group, limit, config.max_waiting)
+        else:
+            self.line = Line(shared.room, shared.board, group, row, limit, config.max_waiting)
+        self.hints = Hints(shared.prefixes, config.name, group.rows) if config.policy == "least_cost" else None
+
+
+class Caller:
+    """A key in use, with its limits."""
+
+    __slots__ = ("allowance", "entry", "high", "id", "limited")
+
+    def __init__(self, entry: KeyEntry, board: Scoreboard) -> None:
+        self.entry = entry
+        self.id = entry.id
+        self.high = entry.priority > 0
+        self.limited = any(limit is not None for limit in (entry.rpm, entry.tpm, entry.tpd, entry.concurrency))
+        self.allowance = Allowance(entry, board)
 
 
 class Routes:
     """One table, made ready for use."""
 
-    def __init__(self, table: Table, board: Scoreboard, loop: asyncio.AbstractEventLoop, before: Routes | None = None) -> None:
+    def __init__(self, table: Table, shared: Shared, before: Routes | None = None) -> None:
         self.table = table
-        self.keys: dict[str, KeyEntry] = {key.digest: key for key in table.keys}
-        self.upstreams = self._endpoints(table, loop, before)
+        self._board = shared.board
+        self._keys: dict[str, KeyEntry] = {key.digest: key for key in table.keys}
+        self._callers: dict[str, Caller] = {}
+        self.upstreams = self._endpoints(table, shared, before)
         self.models: dict[str, Served] = {}
+        old = dict(before.models) if before else {}
         for config in table.models:
             found = [self.upstreams[id] for id in config.endpoints if id in self.upstreams]
-            served = Served(config, found, board)
+            served = Served(config, found, shared, old.pop(config.name, None))
             for name in (*config.aliases, config.name):
                 self.models[name] = served
+        for line in {served.line for served in old.values()} - {served.line for served in self.models.values()}:
+            line.close()
 
     @staticmethod
-    def _endpoints(table: Table, loop: asyncio.AbstractEventLoop, before: Routes | None) -> dict[str, Upstream]:
+    def _endpoints(table: Table, shared: Shared, before: Routes | None) -> dict[str, Upstream]:
         old = dict(before.upstreams) if before else {}
         fresh: dict[str, Upstream] = {}
         for config in table.endpoints:
@@ -54,7 +96,7 @@ class Routes:
                 fresh[config.id] = old.pop(config.id)
                 fresh[config.id].keep = table.timeouts.engine_keep_alive
                 continue
-            upstream = Upstream(loop, config, table.timeouts.engine_keep_alive)
+            upstream = Upstream(shared.loop, config, table.timeouts.engine_keep_alive, shared.connections)
             if known is not None and replace(known.config, limit=config.limit, share=config.share, row=config.row) == config:
                 upstream.breaker = known.breaker
             fresh[config.id] = upstream
@@ -62,6 +104,17 @@ class Routes:
             gone.close()
         return fresh
 
-    def names(self, key: KeyEntry | None) -> list[RoutedModel]:
-        """The models that this key may use."""
-        return [model for model in self.table.models if key is None or not key.models or model.name in key.models]
+    def caller(self, digest: str) -> Caller | None:
+        """Who has the key with this digest."""
+        found = self._callers.get(digest)
+        if found is None:
+            entry = self._keys.get(digest)
+            if entry is None:
+                return None
+            found = self._callers[digest] = Caller(entry, self._board)
+        return found
+
+    def names(self, caller: Caller | None) -> list[RoutedModel]:
+        """The models that a caller may use."""
+        allowed = caller.entry.models if caller is not None else ()
+        return [model for model in self.table.models if not allowed or model.name in allowed]

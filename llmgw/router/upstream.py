@@ -24,6 +24,7 @@ from llmgw.router.errors import ANTHROPIC
 from llmgw.router.request import Field
 from llmgw.router.surface import Call
 from llmgw.router.table import RoutedEndpoint
+from llmgw.router.usage import MARKS
 
 LENGTH = "length"
 CHUNKED = "chunked"
@@ -77,8 +78,8 @@ class EngineConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_between_chunks", "_complete", "_endpoint", "_fields", "_framing", "_head_bytes", "_parser", "_pieces", "_reusable", "_status",
-        "client", "closing", "heard", "idle_since", "raw", "reader", "reused", "transport",
+        "_between_chunks", "_complete", "_endpoint", "_fields", "_framing", "_head_bytes", "_parser", "_pieces", "_reusable",
+        "_status", "client", "closing", "heard", "idle_since", "raw", "reader", "reused", "transport",
     )  # fmt: skip
 
     def __init__(self, endpoint: Upstream) -> None:
@@ -123,9 +124,10 @@ class EngineConnection(asyncio.Protocol):
             self.raw is not None
             and data.endswith(EVENT_END)
             and data.startswith(CHUNK_HEADS.get(len(data), _NO_HEAD))
-            and b'"usage":{' not in data
+            and MARKS[0] not in data
+            and MARKS[1] not in data
         ):
-            self.client.moved = True
+            self.client.moved += 1
             self.raw(data)
             return
         self._parse(data)
@@ -136,7 +138,7 @@ class EngineConnection(asyncio.Protocol):
             self.abort()
             return
         self.heard = True
-        self.client.moved = True
+        self.client.moved += 1
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -171,7 +173,7 @@ class EngineConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It goes on taking it."""
         if self.client is not None:
-            self.client.moved = True
+            self.client.moved += 1
 
     def _ended(self, exc: Exception | None) -> None:
         reader = self.reader
@@ -264,17 +266,19 @@ class Upstream(Candidate):
 
     @ivar config: the table's entry.
     @ivar idle: connections without a request, the one used last at the end.
+    @ivar used: how many connections were made, and how often one was used again; one list for all endpoints of the worker.
     """
 
-    __slots__ = ("_dialling", "_heads", "_loop", "_open", "config", "idle", "keep", "tls")
+    __slots__ = ("_dialling", "_heads", "_loop", "_open", "config", "idle", "keep", "tls", "used")
 
     log = Logger()
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: RoutedEndpoint, keep: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, config: RoutedEndpoint, keep: float, used: list[int]) -> None:
         super().__init__(config.id, config.row, config.limit or 0, config.share)
         self._loop = loop
         self.config = config
         self.keep = keep
+        self.used = used
         self.idle: list[EngineConnection] = []
         self.tls = ssl.create_default_context() if config.tls else None
         self._heads: dict[bytes, bytes] = {}
@@ -290,9 +294,11 @@ class Upstream(Candidate):
         while self.idle and not fresh:
             connection = self.idle.pop()
             if not connection.closing and connection.idle_since > oldest:
+                self.used[1] += 1
                 reader.connected(connection)
                 return None
             connection.abort()
+        self.used[0] += 1
         task = self._loop.create_task(self._dial(reader))
         self._dialling.add(task)
         task.add_done_callback(self._dialling.discard)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -30,11 +31,14 @@ from twisted.logger import Logger, globalLogBeginner
 
 from llmgw.logs import text as text_observer
 from llmgw.router.access import AccessLog
+from llmgw.router.account import Accounts
+from llmgw.router.admission import WaitingRoom
 from llmgw.router.channel import BEAT, MAX_LINE, Message, decode, encode
 from llmgw.router.door import Door
 from llmgw.router.handover import Offer
 from llmgw.router.http import ServerConnection
-from llmgw.router.routes import Routes
+from llmgw.router.prefixes import Prefixes
+from llmgw.router.routes import Routes, Served, Shared
 from llmgw.router.scoreboard import Scoreboard, shared_file
 from llmgw.router.table import BadTable, Table, read_table
 
@@ -45,6 +49,7 @@ LAST_WORDS = 2.0
 QUEUE = 4096
 TABLE = "table.json"
 GENERATION = "generation"
+USAGE = ".usage.json"
 _monotonic = time.monotonic
 
 
@@ -81,10 +86,12 @@ class Channel(asyncio.Protocol):
         self._transport = None
         self._worker.alone()
 
-    def send(self, type: str, /, **values: object) -> None:
-        """Tell the server, if there is one that listens."""
-        if self._transport is not None and self._transport.get_write_buffer_size() < MAX_LINE:
-            self._transport.write(encode(type, **values))
+    def send(self, type: str, /, **values: object) -> bool:
+        """Tell the server; false if there is none that listens."""
+        if self._transport is None or self._transport.get_write_buffer_size() > MAX_LINE:
+            return False
+        self._transport.write(encode(type, **values))
+        return True
 
 
 class Worker:
@@ -103,8 +110,11 @@ class Worker:
         self._files = (options.certificate, options.key)
         self.board = Scoreboard.attach(shared_file(self._folder, "scoreboard"), options.column)
         self.access = AccessLog(None, ThreadPoolExecutor(1, "access"))
-        self.door = Door(self.board, Routes(Table(), self.board, loop), self.access)
-        self.door.on_failure = lambda endpoint, kind, text: self.channel.send("failure", endpoint=endpoint, kind=kind, text=text)
+        self.accounts = Accounts(self.access)
+        prefixes = Prefixes(shared_file(self._folder, "prefixes"))
+        self.shared = Shared(loop, self.board, prefixes, WaitingRoom(loop.call_later, time.monotonic))
+        self.door = Door(self.shared, Routes(Table(), self.shared), self.accounts)
+        self.door.on_failure = self._failure
         self.door.on_demand = self._demand
         self.channel = Channel(self)
         self._demanded: dict[str, float] = {}
@@ -113,6 +123,7 @@ class Worker:
         self._end_at = 0.0
         self._due = 0.0
         self._next_beat = 0.0
+        self._lag = 0.0
 
     async def start(self, channel: int | None) -> None:
         """Read the table, begin to accept, tell the server."""
@@ -142,7 +153,8 @@ class Worker:
             self.channel.send("refused", version=0, text=str(error))
             return
         if table is not None and table.version >= self.door.routes.table.version:
-            self.door.use(Routes(table, self.board, self.loop, self.door.routes))
+            self.door.use(Routes(table, self.shared, self.door.routes))
+            self.accounts.forget({one.id for one in table.endpoints})
             self.board.acknowledge(table.version)
             self.access.path = Path(table.access_log) if table.access_log else None
 
@@ -156,6 +168,10 @@ class Worker:
                 self.channel.send("routing", version=self.door.routes.table.version)
             case "stop":
                 self.stop(at_once=bool(message.get("at_once")))
+            case "metrics":
+                self.channel.send(
+                    "metrics", request=message["request"], text=self.accounts.text(self.door.routes, self.shared, self._lag)
+                )
             case "certificates":
                 self._read_certificate()
 
@@ -172,11 +188,15 @@ class Worker:
         """The channel has closed: go on."""
         self._alone = True
 
-    def _demand(self, model: str) -> None:
+    def _failure(self, endpoint: str, kind: str, text: str) -> None:
+        self.channel.send("failure", endpoint=endpoint, kind=kind, text=text)
+
+    def _demand(self, served: Served) -> None:
+        """A model is asked for and has no endpoint."""
         now = _monotonic()
-        if now - self._demanded.get(model, 0.0) >= 1.0:
-            self._demanded[model] = now
-            self.channel.send("demand", model=model, waiting=0)
+        if now - self._demanded.get(served.name, -1.0) >= 1.0:
+            self._demanded[served.name] = now
+            self.channel.send("demand", model=served.name, waiting=served.line.waiting)
 
     # Time.
 
@@ -190,13 +210,33 @@ class Worker:
         self.loop.call_later(SWEEP, self._sweep)
 
     def _beat(self, lag: float) -> None:
+        self._lag = lag
         self.access.flush()
+        served = [served for name, served in self.door.routes.models.items() if name == served.name]
+        for one in served:
+            if one.line.waiting and not one.upstreams:
+                self._demand(one)
         with open("/proc/self/statm", "rb") as file:
             rss = int(file.read().split()[1]) * resource.getpagesize()
         self.channel.send(
-            "beat", in_flight=self.door.budget.live, waiting=0, connections=len(self.door.connections), lag=round(lag, 4), rss=rss
-        )
+            "beat", in_flight=self.door.budget.live, waiting=sum(one.line.waiting for one in served),
+            connections=len(self.door.connections), lag=round(lag, 4), rss=rss,
+        )  # fmt: skip
+        self._send_usage()
         self._consider_leaving()
+
+    def _send_usage(self) -> None:
+        rows = self.accounts.tally.take()
+        if rows and not self.channel.send("usage", rows=rows):
+            self.accounts.tally.put_back(rows)
+
+    def leave_usage(self) -> None:
+        """What could not be told goes into a file for the next server."""
+        rows = self.accounts.tally.take()
+        if rows:
+            fresh = self._folder / f".usage.{os.getpid()}"
+            fresh.write_text(json.dumps(rows))
+            os.replace(fresh, self._folder / f"{self._generation}.{self.board.column}{USAGE}")
 
     # Leaving.
 
@@ -286,6 +326,7 @@ def main() -> None:
     loop.run_until_complete(worker.start(chosen.channel))
     loop.run_forever()
     worker.access.flush()
+    worker.leave_usage()
 
 
 if __name__ == "__main__":

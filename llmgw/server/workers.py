@@ -9,13 +9,14 @@ the old ones to finish. So there is no moment at which nobody accepts.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attrs import define
+from attrs import define, field
 from msgspec.structs import replace
 from twisted.internet.defer import CancelledError, Deferred, succeed
 from twisted.internet.task import LoopingCall
@@ -26,12 +27,14 @@ from llmgw.config.server import RouterSettings
 from llmgw.errors import LlmgwError
 from llmgw.router.channel import Message
 from llmgw.router.handover import collect, offers
+from llmgw.router.histogram import add_up
 from llmgw.router.scoreboard import Scoreboard, shared_file
 from llmgw.router.table import Table, read_table, write_table
-from llmgw.router.worker import GENERATION, TABLE, read_generation
+from llmgw.router.worker import GENERATION, TABLE, USAGE, read_generation
 from llmgw.server.workerprocess import Place
 
 BACKLOG = 4096
+SCRAPE = 2.0
 
 
 class CannotListen(LlmgwError):
@@ -54,6 +57,13 @@ class NotRouting(LlmgwError):
 class _Waiting:
     version: int
     done: Deferred[None]
+
+
+@define
+class _Scrape:
+    wanted: set[int]
+    done: Deferred[None]
+    texts: list[str] = field(factory=list)
 
 
 class RouterWorkers:
@@ -79,6 +89,8 @@ class RouterWorkers:
         self.on_usage: Callable[[list[dict[str, Any]]], None] = lambda rows: None
         self._sockets: list[socket.socket] = []
         self._waiting: list[_Waiting] = []
+        self._scrapes = 0
+        self._scraping: dict[int, _Scrape] = {}
         self._writing: Deferred[None] | None = None
         self._written = 0
         self._announced = False
@@ -273,6 +285,8 @@ class RouterWorkers:
                     self.on_failure(message["endpoint"], message["text"])
                 case "usage":
                     self.on_usage(message["rows"])
+                case "metrics":
+                    self._scraped(place, message)
                 case "refused":
                     self.log.error("Router worker {number}: {text}", number=place.number, text=message.get("text"))
         except Exception:
@@ -286,8 +300,21 @@ class RouterWorkers:
             if place.ready and place.version < self._written:
                 place.send("table", version=self._written)
         self._board.sweep()
+        self._left_usage()
         if self.table is not None and self.table.version > self._written and self._writing is None:
             self._write()
+
+    def _left_usage(self) -> None:
+        """Take what workers without a server could not tell any more."""
+        for path in self.folder.glob(f"*{USAGE}"):
+            try:
+                rows = json.loads(path.read_bytes())
+                path.unlink()
+            except (OSError, ValueError) as error:
+                self.log.error("Usage in {path} cannot be read: {error}", path=str(path), error=str(error))
+                path.rename(path.with_name(path.name + ".bad"))
+                continue
+            self.on_usage(rows)
 
     # Figures.
 
@@ -297,8 +324,30 @@ class RouterWorkers:
         return self._board.total(row) if row is not None else 0
 
     def metrics(self) -> Deferred[str]:
-        """The Prometheus text of all workers, summed."""
-        return succeed("")
+        """The Prometheus text of this server's workers, summed; of those that answer within two seconds."""
+        self._scrapes += 1
+        scrape = _Scrape({place.number for place in self.places if place.ready}, Deferred())
+        self._scraping[self._scrapes] = scrape
+        for place in self.places:
+            place.send("metrics", request=self._scrapes)
+        if not scrape.wanted:
+            scrape.done.callback(None)
+        scrape.done.addTimeout(SCRAPE, self._reactor, onTimeoutCancel=lambda result, _: None)
+        number = self._scrapes
+
+        def summed(_: None) -> str:
+            del self._scraping[number]
+            return add_up(scrape.texts)
+
+        return scrape.done.addCallback(summed)
+
+    def _scraped(self, place: Place, message: Message) -> None:
+        scrape = self._scraping.get(message["request"])
+        if scrape is not None:
+            scrape.texts.append(message["text"])
+            scrape.wanted.discard(place.number)
+            if not scrape.wanted and not scrape.done.called:
+                scrape.done.callback(None)
 
     # Stopping.
 

@@ -1,0 +1,140 @@
+"""An engine's answer on its way to the client: its head made ours, its body framed anew, only whole events of a stream.
+
+Pure: pieces of a body in, bytes for the client out. An unfinished event waits for the next piece, so that an engine that dies in
+mid-event leaves nothing torn behind; an event longer than L{MAX_EVENT} goes out in pieces nevertheless. What a stream says of its
+usage is read as it goes by, and taken out where the client did not ask for it (router/usage.py).
+"""
+
+from __future__ import annotations
+
+from llmgw.router.errors import reason_phrase
+from llmgw.router.request import Field
+from llmgw.router.upstream import LENGTH
+from llmgw.router.usage import MARKS, TAIL, StreamUsage, Usage, of_body
+
+MAX_EVENT = 2**20
+# Fields of an engine's answer that end here; the rest goes to the client.
+HERE = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade content-length "
+    b"x-request-id set-cookie".split()
+)
+_SSE = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+
+
+class Answer:
+    """One answer.
+
+    @ivar head: the head for the client, up to the fields that the relay adds; no empty line yet.
+    @ivar sse: it is an event stream.
+    @ivar chunked: it is sent in chunks. If neither this nor C{plain}, it ends with the connection.
+    @ivar plain: it has a length, known before.
+    @ivar torn: what went out last was not the end of an event.
+    """
+
+    __slots__ = ("_held", "_tail", "_usage", "chunked", "head", "plain", "sse", "status", "torn")
+
+    def __init__(self, status: int, fields: list[Field], framing: str, http11: bool, count: bool, hide: bool) -> None:
+        """
+        @param framing: the engine's (see router/upstream.py).
+        @param count: read the usage.
+        @param hide: take the usage of a stream out, since the client did not ask.
+        """
+        self.status = status
+        self.sse = False
+        self.torn = False
+        self._held = b""
+        self._tail: bytes | None = b"" if count and status == 200 else None
+        self._usage: StreamUsage | None = None
+        self.head = self._make_head(fields, framing, http11)
+        if self.sse:
+            self._tail = None
+            self._usage = StreamUsage(hide) if count else None
+
+    def _make_head(self, fields: list[Field], framing: str, http11: bool) -> bytes:
+        lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, reason_phrase(self.status))]
+        length = named = b""
+        for name, value in fields:
+            if name == b"content-length":
+                length = value
+            elif name == b"connection":
+                named = value.lower()
+            elif name not in HERE:
+                lines.append(b"%b: %b\r\n" % (name, value))
+                if name == b"content-type":
+                    self.sse = value.startswith(b"text/event-stream")
+        if named and named not in (b"close", b"keep-alive"):
+            hidden = {token.strip() + b":" for token in named.split(b",")}
+            lines = [line for line in lines if line.partition(b" ")[0] not in hidden]
+        if self.sse:
+            lines.append(_SSE)
+        self.plain = framing == LENGTH and not self.sse
+        self.chunked = http11 and not self.plain
+        if self.plain:
+            lines.append(b"content-length: %b\r\n" % length)
+        elif self.chunked:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        return b"".join(lines)
+
+    def feed(self, data: bytes, done: bool) -> bytes:
+        """What goes to the client now that this piece of the body has come."""
+        if self.sse:
+            data = self._whole_events(data, done)
+            if self._usage is not None and (MARKS[0] in data or MARKS[1] in data):
+                data = self._usage.look(data)
+        elif self._tail is not None:
+            self._tail = (self._tail + data)[-TAIL:] if self._tail or len(data) > TAIL else data
+        return self.framed(data, done) if self.chunked else data
+
+    @staticmethod
+    def framed(data: bytes, done: bool = False) -> bytes:
+        """Data as a chunk, and the last chunk after it if it is C{done}."""
+        if not data:
+            return b"0\r\n\r\n" if done else b""
+        return b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if done else b"%x\r\n%b\r\n" % (len(data), data)
+
+    def _whole_events(self, data: bytes, done: bool) -> bytes:
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        if done or data.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
+            self.torn = False
+            return data
+        end = last_event_end(data)
+        if len(data) - end > MAX_EVENT:
+            self.torn = True
+            return data
+        self._held = data[end:]
+        self.torn = self.torn and not end
+        return data[:end]
+
+    @property
+    def between_events(self) -> bool:
+        """Whether all that has come has gone out, and ended at an event: a whole event may follow without being looked at."""
+        return self.sse and self.chunked and not self._held and not self.torn
+
+    def last_words(self, event: bytes) -> bytes:
+        """An error event for a stream that has broken; nothing where the client could not tell it from what came before."""
+        if not self.sse or self.torn:
+            return b""
+        return self.framed(event) if self.chunked else event
+
+    def usage(self, done: bool, events: int, prompt_bytes: int) -> Usage | None:
+        """The tokens it took, None where nothing is known.
+
+        @param done: it ended well.
+        @param events: how many reads were passed on.
+        @param prompt_bytes: the size of the request.
+        """
+        if self._usage is not None:
+            return self._usage.result(done, events, prompt_bytes)
+        return of_body(self._tail) if self._tail and done else None
+
+
+def last_event_end(data: bytes) -> int:
+    """Where the last whole event in this piece of a stream ends; 0 if none does. A blank line ends an event."""
+    best = 0
+    for ending in (b"\n\n", b"\n\r\n", b"\r\r"):
+        at = data.rfind(ending)
+        if at >= 0:
+            best = max(best, at + len(ending))
+    return best

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest_twisted
 from twisted.internet.defer import succeed
 from twisted.internet.task import deferLater
 
@@ -148,6 +149,11 @@ class Rig:
         for supervisor in self.supervisors:
             supervisor.leave()
         kill_all(self.left)
+
+
+def settle(reactor) -> None:
+    """Let the reactor turn: a connection that was cancelled before it began leaves a call for the next turn."""
+    pytest_twisted.blockon(deferLater(reactor, 0.01))
 
 
 def kill_all(left) -> None:

@@ -20,7 +20,7 @@ from llmgw.agent.processes import identify, marked, marks_of
 from llmgw.agent.statefolder import StateFolder, StateFolderError
 from llmgw.fleet.shard import ShardState, Wanted
 from llmgw.wire.messages import FetchLog, Inspect
-from tests.agent_rig import FAKE, KEY, NodeRig, alive, kill_all, order, script, until
+from tests.agent_rig import FAKE, KEY, NodeRig, alive, kill_all, order, script, settle, until
 
 READY, FAILED = ShardState.READY, ShardState.FAILED
 SLEEP = script("import time\ntime.sleep(600)")
@@ -47,6 +47,7 @@ def rigs(reactor, tmp_path):
         rig.leave()
     if made:
         kill_all(made[-1].left)
+    settle(reactor)
 
 
 def test_provides_the_links_interface(rigs):

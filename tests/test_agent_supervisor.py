@@ -18,7 +18,7 @@ from llmgw.agent.output import read_output
 from llmgw.agent.shardfolder import AttemptFolder
 from llmgw.engines.command import Command
 from llmgw.fleet.shard import ShardState
-from tests.agent_rig import FAKE, KEY, Rig, alive, free_port, order, script, until
+from tests.agent_rig import FAKE, KEY, Rig, alive, free_port, order, script, settle, until
 
 READY, FAILED, STOPPED = ShardState.READY, ShardState.FAILED, ShardState.STOPPED
 
@@ -35,6 +35,7 @@ def rig(reactor, tmp_path):
     found = Rig(reactor, tmp_path)
     yield found
     found.close()
+    settle(reactor)
 
 
 class Listing(Command):

@@ -13,13 +13,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from attrs import frozen
+from twisted.internet.abstract import isIPAddress, isIPv6Address
 from twisted.internet.defer import CancelledError, Deferred, TimeoutError
+from twisted.internet.endpoints import HostnameEndpoint, TCP4ClientEndpoint, TCP6ClientEndpoint
 from twisted.internet.error import ConnectError, ConnectingCancelledError, ConnectionDone, ConnectionLost, DNSLookupError
+from twisted.internet.interfaces import IStreamClientEndpoint
 from twisted.internet.protocol import Protocol
 from twisted.python.failure import Failure
-from twisted.web.client import Agent, ResponseDone, ResponseFailed
+from twisted.web.client import URI, Agent, ResponseDone, ResponseFailed
 from twisted.web.http import PotentialDataLoss
 from twisted.web.http_headers import Headers
+from twisted.web.iweb import IAgentEndpointFactory
+from zope.interface import implementer
 
 from llmgw.agent.ports import holder, owned_by
 from llmgw.agent.shardfolder import Intent
@@ -83,13 +88,28 @@ class _Body(Protocol):
             self.done.errback(reason)
 
 
+@implementer(IAgentEndpointFactory)
+class _Direct:
+    """Connects to an address as it stands; a host's name, which agent.yaml may give, is looked up."""
+
+    def __init__(self, reactor: Any, deadline: float) -> None:
+        self._reactor = reactor
+        self._deadline = deadline
+
+    def endpointForURI(self, uri: URI) -> IStreamClientEndpoint:  # noqa: N802  (Twisted calls it)
+        host = uri.host.decode("ascii").strip("[]")
+        kinds = ((isIPAddress, TCP4ClientEndpoint), (isIPv6Address, TCP6ClientEndpoint))
+        kind = next((kind for is_such, kind in kinds if is_such(host)), HostnameEndpoint)
+        return kind(self._reactor, host, uri.port, timeout=self._deadline)
+
+
 class EngineProbe:
     """HTTP questions to the engines of one node; connections are not kept, so that each question sees the engine as it is."""
 
     def __init__(self, reactor: Any, deadline: float = DEADLINE) -> None:
         self._reactor = reactor
         self._deadline = deadline
-        self._agent = Agent(reactor, connectTimeout=deadline)
+        self._agent = Agent.usingEndpointFactory(reactor, _Direct(reactor, deadline))
 
     async def get(self, url: str, key: str) -> Answer:
         """GET C{url}; whatever goes wrong, being cancelled too, is an answer of status 0."""

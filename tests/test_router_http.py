@@ -10,7 +10,6 @@ import time
 import pytest
 
 from llmgw.config.server import Timeouts
-from llmgw.router.table import RoutedModel
 from llmgw.testing.scripted_engine import ScriptedEngine
 from tests.router_rig import KEY, Rig, request_bytes, until
 

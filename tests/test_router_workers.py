@@ -21,7 +21,7 @@ from twisted.internet import reactor
 from twisted.internet.defer import Deferred
 from twisted.internet.threads import deferToThread
 
-from llmgw.config.server import Address, RouterSettings
+from llmgw.config.server import Address, RouterSettings, Timeouts
 from llmgw.router.table import RoutedModel, Table, endpoint, read_table
 from llmgw.server.workers import CannotListen, NotRouting, RouterWorkers
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
@@ -244,7 +244,7 @@ async def when(condition, seconds=8.0):
 
 @pytest_twisted.async_yield_fixture
 async def workers(state, engine):
-    workers = RouterWorkers(reactor, RouterSettings(Address("127.0.0.1", 0), workers=2), state)
+    workers = RouterWorkers(reactor, RouterSettings(Address("127.0.0.1", 0), workers=2, timeouts=Timeouts(queue=0.5)), state)
     workers.listen()
     workers.start()
     await workers.when_routing(workers.publish(table(engine)), 15)
@@ -318,7 +318,7 @@ async def test_what_workers_say_is_passed_on(workers, engine):
     models = (RoutedModel("m", endpoints=("m/1",)), RoutedModel("asleep", on_demand=True))
     await workers.when_routing(workers.publish(Table(models=models, endpoints=(dead,))), 5)
     assert await deferToThread(ask, workers.address[1]) == 502
-    assert await deferToThread(ask, workers.address[1], body=b'{"model":"asleep"}') == 503
+    assert await deferToThread(ask, workers.address[1], body=b'{"model":"asleep"}') == 504
     await when(lambda: demanded and failed)
     assert demanded[0] == "asleep"
     assert failed[0][0] == "m/1"

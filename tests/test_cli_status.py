@@ -109,6 +109,28 @@ def test_many_ready_replicas_are_counted(admin, capsys):  # noqa: F811
     assert "40 ready on 20 nodes · n7 backoff 5 s: killed by signal 9" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "state, more, text",
+    [
+        ("loading", {"reason": "the engine has begun to load", "progress": 0.35}, "n1 loading 35 % (5 s)"),
+        ("loading", {"phase": "loading"}, "n1 loading (5 s)"),
+        ("placed", {"crashes": 1, "last_reason": "killed"}, "n1 placed (5 s), 1 crash, last: killed"),
+        ("ready", {"crashes": 2, "last_reason": "killed", "reason": "it serves"}, "n1 ready 5 s, 2 crashes, last: killed"),
+        ("ready", {"crashes": 0, "last_reason": "long ago"}, "n1 ready 5 s"),
+        (
+            "backoff",
+            {"crashes": 2, "last_reason": "killed", "reason": "killed; next in 9 s"},
+            "n1 backoff 5 s: killed; next in 9 s",
+        ),
+    ],
+)
+def test_a_replica_shows_what_matters_in_its_state(state, more, text):
+    """How far it is while it comes, why while it is down, and that it has crashed lately even when it serves."""
+    now = time.time()
+    replica = {"state": state, "shards": [{"node": "n1", "state": state, "since": now - 5} | more]}
+    assert status.replica_text(replica, now) == text
+
+
 def test_json_is_the_answer_itself(admin, capsys):  # noqa: F811
     """--json passes on what the server said, before or after the command's name."""
     admin.answers["GET /v1/status"] = answer = fleet()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
+from attrs import define
 
 from llmgw.cli.client import Answer, Client, Refused, Unreachable
 from llmgw.cli.session import Session, json_option, pass_session
@@ -17,6 +18,7 @@ from llmgw.fleet.line import escape
 
 WAIT = 20.0
 POLL = 0.5
+PAUSE = 2.0
 PIECE = 2**18
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -31,11 +33,12 @@ def events_command(session: Session, follow: bool, after: int | None, limit: int
     """What happened in the fleet, oldest first. With --json one object a line."""
     answer = session.client.get("/v1/events", after=after, limit=limit)
     last = _print_events(session, answer, after or 0)
+    patient = Patient(session.client)
     while follow:
-        answer = _patiently(session.client, "/v1/events", after=last, wait=WAIT, limit=1000)
-        if not answer.get("events"):
+        fresh = patient.get("/v1/events", after=last, wait=WAIT, limit=1000)
+        if fresh and not fresh.get("events"):
             time.sleep(POLL)
-        last = _print_events(session, answer, last)
+        last = _print_events(session, fresh or {}, last)
 
 
 def _print_events(session: Session, answer: Answer, last: int) -> int:
@@ -54,14 +57,25 @@ def event_text(event: Answer) -> str:
     return "\n".join([f"{instant(event.get('at'))}  {escape(event.get('text') or '')}", *tail])
 
 
-def _patiently(client: Client, route: str, **query: Any) -> Answer:
-    """A long poll that outlives a restart of the server."""
-    while True:
+@define
+class Patient:
+    """Asks again and again while the server or a node is away, and says so once for each different reason."""
+
+    client: Client
+    _said: str = ""
+
+    def get(self, route: str, **query: Any) -> Answer | None:
+        """The answer, or, after a pause, None."""
         try:
-            return client.get(route, timeout=WAIT + 10, **query)
-        except Unreachable as error:
-            click.echo(f"llmgw: {escape(str(error))}; trying again", err=True)
-            time.sleep(2)
+            answer = self.client.get(route, timeout=WAIT + 10, **query)
+        except (Refused, Unreachable) as error:
+            if str(error) != self._said:
+                click.echo(f"llmgw: {escape(str(error))}; trying again", err=True)
+            self._said = str(error)
+            time.sleep(PAUSE)
+            return None
+        self._said = ""
+        return answer
 
 
 @click.command(name="logs")
@@ -90,6 +104,7 @@ def _pieces(client: Client, shard: str, attempt: int | None, follow: bool, lines
     piece = client.get("/v1/logs", shard=shard, attempt=asked, offset=offset, limit=PIECE)
     if lines:
         piece["text"] = "".join(piece["text"].splitlines(keepends=True)[-lines:])
+    patient = Patient(client)
     while True:
         if piece["text"]:
             yield piece
@@ -100,19 +115,8 @@ def _pieces(client: Client, shard: str, attempt: int | None, follow: bool, lines
             piece |= {"attempt": newer, "next": 0}
         else:
             time.sleep(POLL)
-        piece = _next(client, shard, piece, follow)
-
-
-def _next(client: Client, shard: str, piece: Answer, follow: bool) -> Answer:
-    """The piece after this one; while following, a node or server that is away for now is waited for."""
-    try:
-        return client.get("/v1/logs", shard=shard, attempt=piece["attempt"], offset=piece["next"], limit=PIECE)
-    except (Refused, Unreachable) as error:
-        if not follow:
-            raise
-        click.echo(f"llmgw: {escape(str(error))}; trying again", err=True)
-        time.sleep(2)
-        return piece | {"text": ""}
+        where = {"shard": shard, "attempt": piece["attempt"], "offset": piece["next"], "limit": PIECE}
+        piece = (patient.get("/v1/logs", **where) if follow else client.get("/v1/logs", **where)) or piece | {"text": ""}
 
 
 def _newer(client: Client, shard: str, attempt: int) -> int:

@@ -85,6 +85,6 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def count(number: int, word: str) -> str:
+def count(number: int, word: str, many: str = "s") -> str:
     """C{1 node}, C{3 nodes}."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    return f"{number} {word}" if number == 1 else f"{number} {word}{many}"

@@ -109,16 +109,25 @@ def replica_text(replica: Answer, now: float) -> str:
     gpus = f" gpu{'s' * (not devices.isdigit())} {devices}" if devices else ""
     worst = next((shard for shard in shards if shard.get("state") == state), shards[0] if shards else {})
     lasting = ago(worst.get("since") or replica.get("since"), now)
+    on_its_way = state in ("placed", "starting", "loading")
+    said = " ".join(filter(None, (where + gpus, state, _progress(worst, lasting) if on_its_way else lasting)))
+    if on_its_way or state == "ready":
+        return said + _crashes(worst)
     reason = worst.get("reason") or replica.get("reason") or ""
-    said = " ".join(
-        filter(None, (where + gpus, state, _progress(worst, lasting) if state in ("loading", "starting") else lasting))
-    )
-    return said if state == "ready" or not reason else f"{said}: {reason}"
+    return f"{said}: {reason}" if reason else said
+
+
+def _crashes(shard: Answer) -> str:
+    """What has happened to a replica that is well, or on its way to be, since it may happen again."""
+    if not shard.get("crashes"):
+        return ""
+    return f", {count(shard['crashes'], 'crash', 'es')}, last: {shard.get('last_reason') or 'unknown'}"
 
 
 def _progress(shard: Answer, lasting: str) -> str:
     percent = f"{shard['progress'] * 100:.0f} %" if shard.get("progress") is not None else ""
-    inner = ", ".join(filter(None, (shard.get("phase"), lasting)))
+    phase = shard.get("phase") if shard.get("phase") != shard.get("state") else ""
+    inner = ", ".join(filter(None, (phase, lasting)))
     return " ".join(filter(None, (percent, f"({inner})" if inner else "")))
 
 

@@ -59,6 +59,7 @@ def no_leftovers(request, logged_failures):
     globalLogPublisher.addObserver(seen)
     calls_before = set(reactor.getDelayedCalls())
     children_before = _children()
+    gc.freeze()  # What the test makes is looked through afterwards; all that was imported would take half of the suite's time.
     yield
     gc.collect()
     globalLogPublisher.removeObserver(seen)

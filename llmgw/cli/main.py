@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 import click
@@ -76,7 +75,7 @@ class Commands(click.Group):
     metavar="PATH",
     help="The server's admin socket; also taken from $LLMGW_SOCKET.",
 )
-@click.version_option(version("llmgw"), prog_name="llmgw", message="%(prog)s %(version)s")
+@click.version_option(package_name="llmgw", prog_name="llmgw", message="%(prog)s %(version)s")
 @json_option
 @click.pass_context
 def llmgw(context: click.Context, socket: str) -> None:

@@ -3,16 +3,14 @@
 Run as C{python -I -S shim.py FOLDER}. It speaks with the agent through files in that folder only, so agent and shim may be of
 different versions, and it imports nothing of llmgw, so that it stays small:
 
- - C{launch.json} is claimed by removing it. Whoever removes it decides: an agent that takes it away knows that this shim will
-   never start anything.
+ - C{launch.json} is claimed by removing it: an agent that takes it away knows that this shim will never start anything.
  - C{run.json} is on disk before the engine's program is executed: the child waits for a byte, and takes a closed pipe for
    "never". So there is no engine without its C{run.json}, whoever is killed when.
  - C{exit.json} says how the engine ended: C{code}, negative for a signal, and C{error} if it could not be executed.
  - C{output.log} is written by the engine itself (O_APPEND, no pipe: an engine survives its shim). Past the limit its start is
    kept in C{output.0}, its latest in C{output.1}, and it is truncated; C{output.base} counts what was cut off.
 
-As subreaper it inherits every descendant that escapes by fork and setsid, and it stays until the last one is gone: its own
-exit means that nothing is left.
+As subreaper it inherits what escapes by fork and setsid, and stays until the last is gone: its exit means that nothing is left.
 """
 
 from __future__ import annotations
@@ -47,28 +45,30 @@ def write(path: str, value: Any) -> None:
     os.rename(path + ".new", path)
 
 
-def _copy(source: int, start: int, count: int, path: str) -> None:
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        while count > 0 and (done := os.sendfile(file.fileno(), source, start, count)):
-            start, count = start + done, count - done
+def _copy(source: int, start: int, end: int, path: str, mode: str) -> int:
+    """Copy C{source} from C{start} to C{end}; its size after that, since it may have grown."""
+    with open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600)) as target:
+        target.seek(0, os.SEEK_END)  # sendfile takes no file that is opened for appending.
+        while start < end and (done := os.sendfile(target.fileno(), source, start, end - start)):
+            start += done
+    return os.fstat(source).st_size
 
 
 def keep_bounded(folder: str, limit: int) -> bool:
     """Cut C{output.log} once it is longer than C{limit} bytes; True if it was. A full disk loses the copies, not the bound."""
-    log = os.open(f"{folder}/output.log", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if (size := os.fstat(log).st_size) <= limit:
+    with open(f"{folder}/output.log", "r+b", buffering=0) as log:
+        if (size := os.fstat(log.fileno()).st_size) <= limit:
             return False
         try:
             if not os.path.exists(f"{folder}/output.0"):
-                _copy(log, 0, limit, f"{folder}/output.0")
-            _copy(log, size - limit, limit, f"{folder}/output.1")
-            base = f"{folder}/output.base"
-            write(base, size + (int(open(base).read()) if os.path.exists(base) else 0))  # noqa: SIM115
+                _copy(log.fileno(), 0, limit, f"{folder}/output.0", "wb")
+            grown = _copy(log.fileno(), size - limit, size, f"{folder}/output.1", "wb")
+            for _ in range(5):  # What is written between the last look and the cut is lost: let that be microseconds.
+                grown, size = _copy(log.fileno(), size, grown, f"{folder}/output.1", "r+b"), grown
         finally:
-            os.ftruncate(log, 0)
-    finally:
-        os.close(log)
+            log.truncate(0)
+    base = f"{folder}/output.base"
+    write(base, size + (int(open(base).read()) if os.path.exists(base) else 0))  # noqa: SIM115
     return True
 
 

@@ -28,10 +28,11 @@ class Answer:
     @ivar sse: it is an event stream.
     @ivar chunked: it is sent in chunks. If neither this nor C{plain}, it ends with the connection.
     @ivar plain: it has a length, known before.
+    @ivar events: about how many have gone through L{feed}.
     @ivar torn: what went out last was not the end of an event.
     """
 
-    __slots__ = ("_held", "_tail", "_usage", "chunked", "head", "plain", "sse", "status", "torn")
+    __slots__ = ("_held", "_tail", "_usage", "chunked", "events", "head", "plain", "sse", "status", "torn")
 
     def __init__(self, status: int, fields: list[Field], framing: str, http11: bool, count: bool, hide: bool) -> None:
         """
@@ -42,6 +43,7 @@ class Answer:
         self.status = status
         self.sse = False
         self.torn = False
+        self.events = 0
         self._held = b""
         self._tail: bytes | None = b"" if count and status == 200 else None
         self._usage: StreamUsage | None = None
@@ -79,6 +81,7 @@ class Answer:
         """What goes to the client now that this piece of the body has come."""
         if self.sse:
             data = self._whole_events(data, done)
+            self.events += data.count(b"\n\n") or 1
             if self._usage is not None and (MARKS[0] in data or MARKS[1] in data):
                 data = self._usage.look(data)
         elif self._tail is not None:
@@ -118,15 +121,15 @@ class Answer:
             return b""
         return self.framed(event) if self.chunked else event
 
-    def usage(self, done: bool, events: int, prompt_bytes: int) -> Usage | None:
+    def usage(self, done: bool, unseen: int, prompt_bytes: int) -> Usage | None:
         """The tokens it took, None where nothing is known.
 
         @param done: it ended well.
-        @param events: how many reads were passed on.
+        @param unseen: how many whole events were passed on without L{feed}.
         @param prompt_bytes: the size of the request.
         """
         if self._usage is not None:
-            return self._usage.result(done, events, prompt_bytes)
+            return self._usage.result(done, self.events + unseen, prompt_bytes)
         return of_body(self._tail) if self._tail and done else None
 
 

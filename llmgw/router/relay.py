@@ -312,6 +312,8 @@ class Exchange:
             self._wait(FLOWING, self._door.timeouts.idle)
             self.first = client.deadline - client.grace
             self._moved = client.moved
+        else:
+            self._moved += 1
         client.write(data)
         if done:
             self._finish("done")

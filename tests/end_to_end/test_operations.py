@@ -66,8 +66,9 @@ def test_explain_says_why_nothing_fits(serving):
 
 
 def test_drain_and_uncordon(serving):
-    """A drained node runs nothing and takes nothing; uncordon brings it back."""
-    serving.llmgw("drain", "n1")
+    """A drained node runs nothing and takes nothing; the only copy of a model goes only with leave; uncordon brings it back."""
+    assert "--allow-outage" in serving.llmgw("drain", "n1", code=1)
+    serving.llmgw("drain", "n1", "--allow-outage")
     until(lambda: not [s for s in serving.shards() if s["state"] == "ready"], "drained")
     until(lambda: serving.ask()[0] == 503, "not routed")
     assert "draining" in serving.llmgw("explain", "m", code=None)

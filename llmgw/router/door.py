@@ -18,13 +18,14 @@ from llmgw.router.account import Accounts
 from llmgw.router.body import Body, read_json
 from llmgw.router.breaker import FAILURES, RetryBudget
 from llmgw.router.errors import OPENAI, Refusal
+from llmgw.router.form import read_form
 from llmgw.router.http import ServerConnection
 from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
 from llmgw.router.prefixes import NO_HINT, Hint
 from llmgw.router.relay import Exchange
 from llmgw.router.request import Field, Request
 from llmgw.router.routes import Caller, Routes, Served, Shared
-from llmgw.router.surface import LOCAL, Call, find_call, shape_of
+from llmgw.router.surface import LOCAL, MULTIPART, Call, find_call, shape_of
 from llmgw.router.table import RoutedModel
 from llmgw.router.upstream import Upstream
 
@@ -125,7 +126,7 @@ class Door:
             self._answer(connection, request, call)
             return None
         caller: Caller | None = request.context
-        body = read_json(request.body())
+        body = read_json(request.body()) if call.model is not MULTIPART else read_form(request.body(), _content_type(request))
         served = self._model(body.model, caller)
         exchange = Exchange(self, connection, request, call, served, caller, body)
         connection.work = exchange
@@ -237,6 +238,10 @@ class Door:
             raise Refusal(404, "model_not_found", f"There is no model {name[:200]!r} here.", param="model")
         anthropic = dict(request.fields).get(b"anthropic-version") is not None
         return (_anthropic_model if anthropic else _openai_model)(name, served.config)
+
+
+def _content_type(request: Request) -> bytes:
+    return next((value for name, value in request.fields if name == b"content-type"), b"")
 
 
 def _openai_model(name: str, model: RoutedModel) -> dict[str, object]:

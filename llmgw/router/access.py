@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from twisted.logger import Logger
 
+from llmgw.router.proxies import Proxies
+
 if TYPE_CHECKING:
     from llmgw.router.errors import Refusal
     from llmgw.router.relay import Exchange
@@ -27,12 +29,13 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class AccessLog:
-    """Where a worker's requests are written down. C{flush} is to be called once a second."""
+    """Where a worker's requests are written down. C{flush} is to be called once a second; C{proxies} say who a client is."""
 
     log = Logger()
 
     def __init__(self, path: Path | None, executor: Executor, wall: Callable[[], float] = time.time) -> None:
         self.path = path
+        self.proxies = Proxies(())
         self.dropped = 0
         self._executor = executor
         self._wall = wall
@@ -54,7 +57,7 @@ class AccessLog:
                 {
                     "time": self._wall(),
                     "id": id.decode("latin-1"),
-                    "client": peer,
+                    "client": self.proxies.client(peer, request.ours.get(b"x-forwarded-for", b"")),
                     "path": request.path[:200].decode("latin-1"),
                     "status": refusal.status,
                     "outcome": "refused",
@@ -68,7 +71,7 @@ class AccessLog:
         if self.path is None:
             return
         shift = self._wall() - self._monotonic()
-        self._rows += [_row(exchange, shift) for exchange in ended]
+        self._rows += [self._row(exchange, shift) for exchange in ended]
         if self._writing is not None and not self._writing.done():
             surplus = len(self._rows) - KEPT
             if surplus > 0:
@@ -78,6 +81,29 @@ class AccessLog:
         if self._rows:
             rows, self._rows = self._rows, []
             self._writing = self._executor.submit(self._write, rows)
+
+    def _row(self, exchange: Exchange, shift: float) -> dict[str, object]:
+        began, usage = exchange.request.began, exchange.usage
+        return {
+            "time": began + shift,
+            "id": exchange.answer_id.decode(),
+            "client_id": exchange.request.ours.get(b"x-request-id", b"").decode("latin-1"),
+            "client": self.proxies.client(exchange.client.peer, exchange.request.ours.get(b"x-forwarded-for", b"")),
+            "key": exchange.caller.id if exchange.caller is not None else "",
+            "call": exchange.call.name,
+            "model": exchange.served.name,
+            "replica": exchange.upstream.id if exchange.upstream is not None else "",
+            "why": exchange.why,
+            "status": exchange.status,
+            "outcome": exchange.outcome,
+            "retries": exchange.retries,
+            "queue_ms": _ms(exchange.queued, began),
+            "ttft_ms": _ms(exchange.first, began),
+            "duration_ms": _ms(exchange.ended, began),
+            "prompt": usage.prompt if usage is not None else None,
+            "cached": usage.cached if usage is not None else None,
+            "completion": usage.completion if usage is not None else None,
+        }
 
     def _write(self, rows: list[dict[str, object]]) -> None:
         try:
@@ -110,30 +136,6 @@ class AccessLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
         return self._file
-
-
-def _row(exchange: Exchange, shift: float) -> dict[str, object]:
-    began, usage = exchange.request.began, exchange.usage
-    return {
-        "time": began + shift,
-        "id": exchange.answer_id.decode(),
-        "client_id": exchange.request.ours.get(b"x-request-id", b"").decode("latin-1"),
-        "client": exchange.client.peer,
-        "key": exchange.caller.id if exchange.caller is not None else "",
-        "call": exchange.call.name,
-        "model": exchange.served.name,
-        "replica": exchange.upstream.id if exchange.upstream is not None else "",
-        "why": exchange.why,
-        "status": exchange.status,
-        "outcome": exchange.outcome,
-        "retries": exchange.retries,
-        "queue_ms": _ms(exchange.queued, began),
-        "ttft_ms": _ms(exchange.first, began),
-        "duration_ms": _ms(exchange.ended, began),
-        "prompt": usage.prompt if usage is not None else None,
-        "cached": usage.cached if usage is not None else None,
-        "completion": usage.completion if usage is not None else None,
-    }
 
 
 def _ms(when: float, began: float) -> float | None:

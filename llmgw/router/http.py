@@ -129,6 +129,8 @@ class ServerConnection(asyncio.Protocol):
         self.transport: asyncio.Transport = transport  # type: ignore[assignment]
         self.write = self.transport.write
         self.transport.set_write_buffer_limits(WRITE_HIGH)
+        address = transport.get_extra_info("peername")
+        self.peer = address[0] if address else ""
         self._app.connections.add(self)
         self.deadline = _monotonic() + self._app.headers_timeout
 

@@ -311,6 +311,8 @@ class Exchange:
             data = self._head(answer) + data
             self._wait(FLOWING, self._door.timeouts.idle)
             self.first = client.deadline - client.grace
+            assert self.upstream is not None
+            self.upstream.flowing += 1
             self._moved = client.moved
         else:
             self._moved += 1
@@ -407,6 +409,7 @@ class Exchange:
             self._task = None
         if self.upstream is not None:
             self.served.line.give(self.upstream)
+            self.upstream.flowing -= self.phase is FLOWING
         connection, self._connection = self._connection, None
         if connection is not None:
             if outcome == "done":

@@ -22,7 +22,7 @@ from twisted.logger import Logger
 from llmgw.router.choose import Candidate
 from llmgw.router.errors import ANTHROPIC
 from llmgw.router.request import Field
-from llmgw.router.surface import Call
+from llmgw.router.surface import CALLS, Call
 from llmgw.router.table import RoutedEndpoint
 from llmgw.router.usage import MARKS
 
@@ -266,10 +266,11 @@ class Upstream(Candidate):
 
     @ivar config: the table's entry.
     @ivar idle: connections without a request, the one used last at the end.
+    @ivar flowing: how many answers are on their way from it now.
     @ivar used: how many connections were made, and how often one was used again; one list for all endpoints of the worker.
     """
 
-    __slots__ = ("_dialling", "_heads", "_loop", "_open", "config", "idle", "keep", "tls", "used")
+    __slots__ = ("_dialling", "_heads", "_loop", "_open", "config", "flowing", "idle", "keep", "tls", "used")
 
     log = Logger()
 
@@ -279,6 +280,7 @@ class Upstream(Candidate):
         self.config = config
         self.keep = keep
         self.used = used
+        self.flowing = 0
         self.idle: list[EngineConnection] = []
         self.tls = ssl.create_default_context() if config.tls else None
         self._heads: dict[bytes, bytes] = {}
@@ -349,6 +351,10 @@ class Upstream(Candidate):
         if found is None:
             found = self._heads[call.path] = self._make_head(call, b"")
         return found
+
+    def probe_head(self) -> bytes:
+        """A request for its models, without the empty line."""
+        return self._make_head(CALLS[b"/v1/models"], b"")
 
     def _make_head(self, call: Call, query: bytes) -> bytes:
         config = self.config

@@ -38,6 +38,8 @@ from llmgw.router.door import Door
 from llmgw.router.handover import Offer
 from llmgw.router.http import ServerConnection
 from llmgw.router.prefixes import Prefixes
+from llmgw.router.probe import PERIOD, Prober
+from llmgw.router.proxies import Proxies
 from llmgw.router.routes import Routes, Served, Shared
 from llmgw.router.scoreboard import Scoreboard, shared_file
 from llmgw.router.table import BadTable, Table, read_table
@@ -123,6 +125,8 @@ class Worker:
         self._end_at = 0.0
         self._due = 0.0
         self._next_beat = 0.0
+        self._prober = Prober()
+        self._next_probe = 0.0
         self._lag = 0.0
 
     async def start(self, channel: int | None) -> None:
@@ -157,6 +161,7 @@ class Worker:
             self.accounts.forget({one.id for one in table.endpoints})
             self.board.acknowledge(table.version)
             self.access.path = Path(table.access_log) if table.access_log else None
+            self.access.proxies = Proxies(table.trusted_proxies)
 
     # The channel.
 
@@ -206,6 +211,9 @@ class Worker:
         if now >= self._next_beat:
             self._next_beat = now + BEAT
             self._beat(now - self._due)
+        if now >= self._next_probe and not self.door.leaving:
+            self._next_probe = now + PERIOD
+            self._probe(now)
         self._due = now + SWEEP
         self.loop.call_later(SWEEP, self._sweep)
 
@@ -224,6 +232,14 @@ class Worker:
         )  # fmt: skip
         self._send_usage()
         self._consider_leaving()
+
+    def _probe(self, now: float) -> None:
+        routes = self.door.routes
+        for upstream, to in self._prober.round(routes.upstreams.values(), now):
+            served = next((served for served in routes.models.values() if upstream in served.upstreams), None)
+            self.log.warn("Endpoint {id}: breaker is {to} after its probes.", id=upstream.id, to=to)
+            if served is not None:
+                self.accounts.breaker(served, upstream, to)
 
     def _send_usage(self) -> None:
         rows = self.accounts.tally.take()

@@ -235,8 +235,8 @@ def mine() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                command = (entry / "cmdline").read_bytes()
-                if str(DEMO).encode() + b"/" in command and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                told = (entry / "cmdline").read_bytes() + os.fsencode(os.readlink(entry / "cwd")) + b"/"
+                if str(DEMO).encode() + b"/" in told and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                     found.append(int(entry.name))
             except OSError:
                 continue

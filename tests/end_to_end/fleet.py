@@ -5,14 +5,18 @@ Everything of one fleet lives in one temporary folder, whose path is how left-ov
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -54,7 +58,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def processes(marker: str) -> dict[int, str]:
-    """pid to command of every living process with C{marker} in its command line or environment."""
+    """pid to command of every living process with C{marker} in its command line, environment or working folder."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -62,7 +66,8 @@ def processes(marker: str) -> dict[int, str]:
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes()
             state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and (marker.encode() in command or marker.encode() in (entry / "environ").read_bytes()):
+            told = command + b"\0" + (entry / "environ").read_bytes() + b"\0" + os.fsencode(os.readlink(entry / "cwd"))
+            if state != "Z" and marker.encode() in told:
                 found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
     return found
 
@@ -126,6 +131,17 @@ class Stream(threading.Thread):
         assert self.done and self.error is None, f"{len(self.pieces)} pieces, then {self.error!r}"
 
 
+@functools.cache
+def authority() -> Path:
+    """A folder with an authority, server cp1 and nodes n1 to n3, made once a run by the real command and then copied."""
+    folder = Path(tempfile.mkdtemp(prefix="llmgw-pki-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for words in (["init"], ["server", "cp1", "--address", "127.0.0.1"], ["node", "n1"], ["node", "n2"], ["node", "n3"]):
+        command = [str(BIN / "llmgw"), "pki", words[0], str(folder / "pki"), *words[1:]]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return folder / "pki"
+
+
 class RealFleet:
     """One server and any number of agents as real processes under one folder."""
 
@@ -136,8 +152,7 @@ class RealFleet:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._next_port = 21000 + os.getpid() * 41 % 8000
         (folder / "log").mkdir()
-        self.pki("init", "pki")
-        self.pki("server", "pki", "cp1", "--address", "127.0.0.1")
+        shutil.copytree(authority(), folder / "pki")
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([str(BIN / "llmgw"), *arguments], cwd=self.folder, capture_output=True, text=True, timeout=60)
@@ -153,7 +168,17 @@ class RealFleet:
         return done.stdout + done.stderr
 
     def status(self) -> dict[str, Any]:
-        return json.loads(self.llmgw("status", "--json"))
+        """What C{llmgw status --json} prints, without the price of a process each time it is asked."""
+        connection = http.client.HTTPConnection("admin", timeout=10)
+        with socket.socket(socket.AF_UNIX) as connection.sock:
+            connection.sock.settimeout(10)
+            connection.sock.connect(str(self.socket))
+            connection.request("GET", "/v1/status")
+            reply = connection.getresponse()
+            body = json.loads(reply.read())
+        if reply.status != 200:
+            raise RuntimeError(f"{reply.status} {body}")
+        return body
 
     def write_server(self, models: str, router: str = "", timing: str = QUICK, top: str = "") -> Path:
         path = self.folder / "server.yaml"
@@ -212,7 +237,7 @@ class RealFleet:
         return (self.folder / "log" / f"{name}.log").read_text(errors="replace")
 
     def shards(self, model: str = "m") -> list[dict[str, Any]]:
-        found = next(row for row in self.status()["models"] if row["name"] == model)
+        found = {row["name"]: row for row in self.status()["models"]}[model]
         return [shard for replica in found["replicas"] for shard in replica["shards"]]
 
     def ready(self, model: str = "m", count: int = 1, seconds: float = PATIENCE) -> list[dict[str, Any]]:

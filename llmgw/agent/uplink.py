@@ -35,6 +35,12 @@ MAX_HINTS = 2
 SPREAD = 0.5
 GOODBYE = 1.0
 DEADLINES = Deadlines()
+ADVICE = {
+    "name_mismatch": ". Set `node:` in agent.yaml to the certificate's name, or use a certificate of the name that is there",
+    "name_in_use": ". Stop the other agent, or give this node a name and a certificate of its own",
+    "revoked": ". An operator removed this node; `llmgw node reset NAME` on the server lets it join again",
+    "wrong_fleet": ". This state folder or certificate belongs to another fleet",
+}
 
 
 class Round:
@@ -52,8 +58,9 @@ class Round:
 
     def failed(self, address: Address, ending: Ending) -> None:
         """Note why, and follow the server's word for who leads, among the addresses that are ours and not yet tried."""
-        self.reasons.append(f"{address} {ending.text}")
         word = ending.word
+        advice = ADVICE.get(word.reason, "") if isinstance(word, Refused) else ""
+        self.reasons.append(f"{address} {ending.text.rstrip('.')}{advice}")
         if isinstance(word, Refused):
             self.wait = max(self.wait, word.retry_after)
         if isinstance(word, Refused | Goaway) and self._hints < MAX_HINTS:

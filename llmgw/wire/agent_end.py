@@ -236,7 +236,7 @@ def _send(link: AgentLink, core: AgentCore, message: AgentMessage) -> None:
 @Live.upon(AgentLink.told_off).to(Closing)
 def _told_off(link: AgentLink, core: AgentCore, word: Refused | Goaway) -> None:
     core.word, core.clean = word, True
-    core.close(f"{'refused us' if isinstance(word, Refused) else 'sent us away'}: {word.text or word.reason}", 1.0)
+    core.close(f"refused us: {word.reason}: {word.text}" if isinstance(word, Refused) else f"sent us away: {word.reason}", 1.0)
 
 
 @Handshaking.upon(AgentLink.malformed).to(Closing)

@@ -139,7 +139,7 @@ def test_sigterm_ends_a_server_with_mute_connections(fleet):
     fleet.write_server(fake_model())
     fleet.write_agent("n1")
     fleet.start_server()
-    mute = [socket.create_connection(("127.0.0.1", fleet.fleet)) for _ in range(5)]
+    mute = [until(lambda: socket.create_connection(("127.0.0.1", fleet.fleet)), "listening") for _ in range(5)]
     context = client_context(fleet)
     mute.append(context.wrap_socket(socket.create_connection(("127.0.0.1", fleet.fleet))))
     begin = time.monotonic()

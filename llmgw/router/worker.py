@@ -343,6 +343,7 @@ def main() -> None:
     loop.run_forever()
     worker.access.flush()
     worker.leave_usage()
+    worker.board.depart(shared_file(chosen.folder, "prefixes"))
 
 
 if __name__ == "__main__":

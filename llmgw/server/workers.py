@@ -28,6 +28,7 @@ from llmgw.errors import LlmgwError
 from llmgw.router.channel import Message
 from llmgw.router.handover import collect, offers
 from llmgw.router.histogram import add_up
+from llmgw.router.prefixes import Prefixes
 from llmgw.router.scoreboard import Scoreboard, shared_file
 from llmgw.router.table import Table, read_table, write_table
 from llmgw.router.worker import GENERATION, TABLE, USAGE, read_generation
@@ -110,6 +111,8 @@ class RouterWorkers:
         old = offers(self.folder)
         self.generation = max(read_generation(self.folder), *(number for number, _ in old), 0) + 1
         self._board = Scoreboard.create(shared_file(self.folder, "scoreboard"))
+        # Made here, since of two workers that made it at once each would have its own.
+        Prefixes(shared_file(self.folder, "prefixes")).close()
         self._sockets = collect(self.folder, (self._settings.listen.host, self._settings.listen.port))
         taken = len(self._sockets)
         while len(self._sockets) < self._settings.workers:

@@ -20,7 +20,7 @@ from twisted.internet.error import ConnectError, ConnectingCancelledError, Conne
 from twisted.internet.interfaces import IStreamClientEndpoint
 from twisted.internet.protocol import Protocol
 from twisted.python.failure import Failure
-from twisted.web.client import URI, Agent, ResponseDone, ResponseFailed
+from twisted.web.client import URI, Agent, HTTPConnectionPool, ResponseDone, ResponseFailed, _HTTP11ClientFactory
 from twisted.web.http import PotentialDataLoss
 from twisted.web.http_headers import Headers
 from twisted.web.iweb import IAgentEndpointFactory
@@ -88,6 +88,10 @@ class _Body(Protocol):
             self.done.errback(reason)
 
 
+class _Quiet(_HTTP11ClientFactory):
+    noisy = False
+
+
 @implementer(IAgentEndpointFactory)
 class _Direct:
     """Connects to an address as it stands; a host's name, which agent.yaml may give, is looked up."""
@@ -109,7 +113,9 @@ class EngineProbe:
     def __init__(self, reactor: Any, deadline: float = DEADLINE) -> None:
         self._reactor = reactor
         self._deadline = deadline
-        self._agent = Agent.usingEndpointFactory(reactor, _Direct(reactor, deadline))
+        pool = HTTPConnectionPool(reactor, persistent=False)
+        pool._factory = _Quiet  # Two log lines for each question, every few seconds, are too many.
+        self._agent = Agent.usingEndpointFactory(reactor, _Direct(reactor, deadline), pool)
 
     async def get(self, url: str, key: str) -> Answer:
         """GET C{url}; whatever goes wrong, being cancelled too, is an answer of status 0."""

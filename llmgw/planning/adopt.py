@@ -60,7 +60,10 @@ def _why(draft: Draft, report: ShardReport) -> str:
 
 def adopt_matching(draft: Draft) -> None:
     """Take over whole replicas whose model and generation match, up to the number wanted."""
-    found = [orphan for orphan in orphans(draft) if orphan.report.shard not in draft.shards and readable(orphan.report.shard)]
+    known = draft.world.shards.keys() | draft.shards.keys()
+    found = [orphan for orphan in orphans(draft) if orphan.report.shard not in known and readable(orphan.report.shard)]
+    if not found:
+        return
     replicas: dict[tuple[str, int], list[Orphan]] = defaultdict(list)
     for orphan in found:
         model = draft.world.catalog.get(orphan.report.model)
@@ -69,7 +72,7 @@ def adopt_matching(draft: Draft) -> None:
             replicas[model.name, int(parts[1])].append(orphan)
     for (name, _), members in sorted(replicas.items()):
         model = draft.world.catalog.get(name)
-        if model and _whole(members, model) and _has(draft, model) < wanted(draft, model):
+        if model and _whole(members, model) and _has(draft, model) < wanted(model, draft.world.demand):
             for orphan in members:
                 adopt(draft, orphan.node, orphan.report, model.profile)
 

@@ -18,6 +18,7 @@ from llmgw.planning.world import Draft, World
 
 BRAKE_LEAST = 3
 MISSED_BEATS = 3
+HELD_AGAIN = 2.0
 _KNOWN = (NodeState.READY, NodeState.UNREACHABLE)
 
 
@@ -69,3 +70,17 @@ def _follow(draft: Draft, node: NodeRecord, held: Holding) -> None:
             draft.node(node, NodeState.UNREACHABLE, "it has not come back since this server began to lead")
     elif node.state is NodeState.UNREACHABLE and away >= world.timing.lost_after and not (held.grace or held.brake):
         draft.node(node, next_node_state(node.state, NodeEvent.LOST_TIMER), f"away for {show_duration(away)}")
+
+
+def next_step(draft: Draft) -> float | None:
+    """In how many seconds a clock may move a node, None if none runs. What the grace or the brake holds is looked at again."""
+    world = draft.world
+    limits = {NodeState.READY: MISSED_BEATS * world.timing.heartbeat, NodeState.UNREACHABLE: world.timing.lost_after}
+    waits = [
+        limits[node.state] - world.away.get(node.name, 0.0)
+        for node in draft.nodes.values()
+        if node.state in limits and node.name not in world.told
+    ]
+    drains = [node.drain_deadline - world.now for node in draft.nodes.values() if node.draining and node.drain_deadline]
+    waits = [wait if wait > 0 else HELD_AGAIN for wait in waits] + [wait for wait in drains if wait > 0]
+    return min(waits, default=None)

@@ -17,7 +17,7 @@ from llmgw.planning.adopt import Orphan, adopt_matching, orphans
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import ledger
 from llmgw.planning.hints import with_hints
-from llmgw.planning.lifecycle import Holding, follow_nodes
+from llmgw.planning.lifecycle import Holding, follow_nodes, next_step
 from llmgw.planning.observe import observe
 from llmgw.planning.orders import drain_limit
 from llmgw.planning.replicas import group
@@ -102,14 +102,16 @@ def _follow_drains(draft: Draft) -> None:
 
 
 def _wake(draft: Draft) -> float | None:
-    """When the next retry or the end of a drain is due."""
+    """When the next retry, the end of a drain or the next step of a node that is away is due."""
     world = draft.world
+    nodes = next_step(draft)
     due = [record.next_at - world.now for record in draft.shards.values() if record.next_at is not None]
     due += [
         record.since + drain_limit(record, draft.nodes, world.timing) - world.now
         for record in draft.shards.values()
         if record.wanted is Wanted.DRAIN
     ]
+    due += [nodes] if nodes is not None else []
     return max(0.0, min(due)) if due else None
 
 

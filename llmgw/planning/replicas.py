@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 from attrs import frozen
@@ -64,11 +63,13 @@ class Replica:
 
 def group(shards: Iterable[ShardRecord]) -> dict[str, list[Replica]]:
     """The replicas of each model by number; husks that only remember a number are left out."""
-    found: dict[tuple[str, int], list[ShardRecord]] = defaultdict(list)
+    found: dict[tuple[str, int], list[ShardRecord]] = {}
     for shard in shards:
         if shard.allocation is not None:
-            found[shard.model, shard.number].append(shard)
-    models: dict[str, list[Replica]] = defaultdict(list)
-    for (model, number), members in sorted(found.items()):
-        models[model].append(Replica(model, number, tuple(sorted(members, key=lambda shard: shard.rank))))
-    return dict(models)
+            found.setdefault((shard.model, shard.number), []).append(shard)
+    models: dict[str, list[Replica]] = {}
+    for model, number in sorted(found):
+        members = found[model, number]
+        ranked = tuple(members) if len(members) == 1 else tuple(sorted(members, key=lambda shard: shard.rank))
+        models.setdefault(model, []).append(Replica(model, number, ranked))
+    return models

@@ -62,28 +62,30 @@ class Work:
         self._room.clear()
 
 
-def wanted(draft: Draft, model: Model) -> int:
+def wanted(model: Model, demand: Mapping[str, int]) -> int:
     """How many replicas there should be: what the load asks for, within the catalog's bounds."""
     scale = model.replicas
-    return min(scale.max, max(scale.min, draft.world.demand.get(model.name, scale.min)))
+    return min(scale.max, max(scale.min, demand.get(model.name, scale.min)))
 
 
 def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
     """Take the next steps for one model that llmgw runs."""
     draft = work.draft
-    target = wanted(draft, model)
+    target, generation = wanted(model, draft.world.demand), model.generation
     here = [replica for replica in replicas if not replica.leaving and not _lost(draft, replica)]
     _forced(draft, here)
     here = [replica for replica in here if not _is_forced(draft, replica)]
-    good = [replica for replica in here if _why_old(draft, model, replica) == ""]
-    old = [replica for replica in here if replica not in good]
+    reasons = {replica.number: _why_old(draft, generation, replica) for replica in here}
+    good = [replica for replica in here if not reasons[replica.number]]
+    old = [replica for replica in here if reasons[replica.number]]
     for replica in [replica for replica in old if not replica.serving]:
-        leave(draft, replica, _why_old(draft, model, replica))
+        leave(draft, replica, reasons[replica.number])
         old.remove(replica)
         work.forget_room()
     _retry(work, model, good)
     if old:
-        _replace(work, model, target, good, old)
+        victim = _worst_first(old)[0]
+        _replace(work, model, target, good, old, victim, reasons[victim.number])
     else:
         for replica in _worst_first(good)[: max(0, len(good) - target)]:
             leave(draft, replica, f"{model.name} wants {target}")
@@ -96,10 +98,10 @@ def _lost(draft: Draft, replica: Replica) -> bool:
     return any(name not in draft.nodes or draft.nodes[name].state in _GONE for name in replica.nodes)
 
 
-def _why_old(draft: Draft, model: Model, replica: Replica) -> str:
+def _why_old(draft: Draft, generation: str, replica: Replica) -> str:
     """Why this replica is to be replaced; empty for a good one."""
-    if replica.generation != model.generation:
-        return f"its profile changed ({replica.generation} -> {model.generation})"
+    if replica.generation != generation:
+        return f"its profile changed ({replica.generation} -> {generation})"
     draining = [name for name in replica.nodes if draft.nodes[name].draining]
     if draining:
         return f"{draining[0]} is drained"
@@ -134,11 +136,9 @@ def leave(draft: Draft, replica: Replica, reason: str, at_once: bool = False) ->
             draft.move(changed, ShardState.DRAINING if drain else ShardState.STOPPING, reason)
 
 
-def _replace(work: Work, model: Model, target: int, good: list[Replica], old: list[Replica]) -> None:
+def _replace(work: Work, model: Model, target: int, good: list[Replica], old: list[Replica], victim: Replica, why: str) -> None:
     draft = work.draft
     ready = sum(replica.ready for replica in good)
-    victim = _worst_first(old)[0]
-    why = _why_old(draft, model, victim)
     if len(good) + len(old) > target:
         if ready + len(old) > target:
             leave(draft, victim, why)
@@ -284,9 +284,11 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
 
 def follow_gangs(draft: Draft) -> None:
     """Where one shard of a replica has ended, the others are stopped, too: they can only start again together."""
-    for replicas in group(draft.shards.values()).values():
+    ganged = {(record.model, record.number) for record in draft.shards.values() if record.rank}
+    members = [record for record in draft.shards.values() if (record.model, record.number) in ganged]
+    for replicas in group(members).values():
         for replica in replicas:
-            if len(replica.shards) > 1 and not replica.leaving:
+            if not replica.leaving:
                 _follow_gang(draft, replica)
 
 

@@ -78,6 +78,7 @@ class Controller:
 
     log = Logger()
     COALESCE = 0.05
+    REST = 3.0
     RETRY = 1.0
 
     def __init__(
@@ -104,7 +105,9 @@ class Controller:
         self._began_at = 0.0
         self._fresh = False
         self._last_plan = 0.0
+        self._took = 0.0
         self._expires: dict[str, float] = {}
+        self._broken: dict[str, str] = {}
         self.clocks = clocks or Clocks()
         self.name = name
         self.timing = timing
@@ -153,8 +156,10 @@ class Controller:
             self._call = None
 
     def touch(self) -> None:
-        """Something happened: plan soon, once for all that happens until then."""
-        self._plan_in(self.COALESCE)
+        """Something happened: plan soon, once for all that happens until then. A plan that took long is given more time to come
+        together, so that planning never fills the reactor.
+        """
+        self._plan_in(max(self.COALESCE, self.REST * self._took))
 
     def _plan_in(self, seconds: float) -> None:
         if not self._planning:
@@ -186,12 +191,10 @@ class Controller:
         """What no message tells of: timers of nodes, retries, drains that have come to an end."""
         outcome = self.outcome
         draining = self.routing.draining
-        away = any(record.state in (NodeState.READY, NodeState.UNREACHABLE) and name not in self.members.present
-                   for name, record in self.truth.nodes.items())  # fmt: skip
         waited = self.clocks.steady() - self._last_plan
         due = outcome is not None and outcome.wake is not None and waited >= outcome.wake
         waiting = outcome is not None and (outcome.pending or outcome.notes) and waited >= 10.0
-        if draining or away or due or waiting:
+        if draining or due or waiting:
             self.touch()
         self.emission.repeat()
 
@@ -201,16 +204,18 @@ class Controller:
         self._last_plan = self.clocks.steady()
         world = self.world()
         outcome = reconcile(world)
-        for subject, error in outcome.broken:
-            self.log.failure("planning for {subject}", Failure(error), subject=subject)
+        self._report_broken(outcome)
         events = [self._with_tail(event) for event in outcome.events]
         changes = differences(self.truth, outcome.nodes, outcome.shards, events)
         if changes and not await self._commit(changes):
             return
         self.truth.nodes.update(outcome.nodes)
         self.outcome = outcome
+        if not self._planning:
+            return
         self._search(outcome)
         self.emit()
+        self._took = self.clocks.steady() - self._last_plan
 
     async def _commit(self, changes: list[Change]) -> bool:
         """Whether the store took it. What it did not take has not happened."""
@@ -237,6 +242,14 @@ class Controller:
         for watcher in list(self.watchers):
             watcher()
         return True
+
+    def _report_broken(self, outcome: Outcome) -> None:
+        """Log what raised, once for each: the next plans will meet it again."""
+        now = {subject: repr(error) for subject, error in outcome.broken}
+        for subject, error in outcome.broken:
+            if self._broken.get(subject) != now[subject]:
+                self.log.failure("planning for {subject}", Failure(error), subject=subject)
+        self._broken = now
 
     def _with_tail(self, event: FleetEvent) -> FleetEvent:
         """The event of a failure gets the end of the engine's output."""
@@ -286,6 +299,9 @@ class Controller:
     def _present(self, name: str) -> NodeRecord:
         here = self.members.present[name]
         record = self.truth.nodes.get(name) or NodeRecord(name, since=self.clocks.wall())
+        same = record.facts is here.facts and (record.instance, record.boot) == (here.register.instance, here.register.boot)
+        if same and here.certificate_expires in (None, record.certificate_expires):
+            return record
         return evolve(
             record,
             facts=here.facts,

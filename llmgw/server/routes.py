@@ -8,6 +8,7 @@ knows less than the table on disk (a lost store) goes on routing to what that ta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from attrs import frozen
 from twisted.logger import Logger
@@ -115,7 +116,13 @@ def _endpoint(known: Known, replica: Replica) -> RoutedEndpoint:
     head = replica.shards[0]
     report = known.reports(head.allocation.node, head.shard) if head.allocation else None
     name = head.served[0] if head.served else head.model
-    return endpoint(replica.id, head.url, model=name, key=head.key, limit=report.limit if report else None)
+    return _made(replica.id, head.url, name, head.key, report.limit if report else None)
+
+
+@lru_cache(maxsize=20_000)
+def _made(id: str, url: str, model: str, key: str, limit: int | None) -> RoutedEndpoint:
+    """The same endpoint again is the same object: a table of thousands is made with every plan."""
+    return endpoint(id, url, model=model, key=key, limit=limit)
 
 
 def _inherited(known: Known, model: str, before: Table | None, enough: bool = False) -> list[RoutedEndpoint]:

@@ -12,7 +12,6 @@ from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.planning.adopt import Orphan
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.rollout import wanted
-from llmgw.planning.world import Draft
 from llmgw.server.controller import Controller
 from llmgw.server.routing import reasons
 
@@ -78,19 +77,24 @@ class Status:
 
     def nodes(self) -> list[Data]:
         """All nodes by name."""
-        return [self._node(record) for _, record in sorted(self._controller.truth.nodes.items())]
+        holders = self._holders()
+        return [self._node(record, holders) for _, record in sorted(self._controller.truth.nodes.items())]
 
-    def _node(self, record: NodeRecord) -> Data:
+    def _holders(self) -> dict[str, list[str]]:
+        """The shards that hold each device, by its UUID."""
+        holders: dict[str, list[str]] = {}
+        for shard in self._controller.truth.shards.values():
+            if shard.allocation and shard.state is not ShardState.FAILED:
+                for uuid in shard.allocation.devices:
+                    holders.setdefault(uuid, []).append(shard.shard)
+        return holders
+
+    def _node(self, record: NodeRecord, holders: dict[str, list[str]]) -> Data:
         here = self._controller.members.present.get(record.name)
         facts = here.facts if here else record.facts
         now = self._controller.clocks.wall()
         flags = [name for name in ("cordoned", "draining") if getattr(record, name)]
         flags += ["quarantined"] if record.quarantined_until and record.quarantined_until > now else []
-        holders: dict[str, list[str]] = {}
-        for shard in self._controller.truth.shards.values():
-            if shard.allocation and shard.allocation.node == record.name and shard.state is not ShardState.FAILED:
-                for uuid in shard.allocation.devices:
-                    holders.setdefault(uuid, []).append(shard.shard)
         return {
             "name": record.name,
             "state": record.state,
@@ -126,7 +130,7 @@ class Status:
     def _model(self, model: Model, replicas: list[Replica], reason: str) -> Data:
         shown = [self._replica(replica) for replica in replicas]
         ready = sum(replica.ready for replica in replicas)
-        want = wanted(Draft(self._controller.world()), model) if model.profile else 0
+        want = wanted(model, self._controller.demand) if model.profile else 0
         endpoints = [{"url": endpoint.url, "model": endpoint.model or model.name} for endpoint in model.endpoints]
         return {
             "name": model.name,

@@ -64,7 +64,7 @@ def differences(
 ) -> list[Change]:
     """What has to be committed to get from the truth to these records."""
     changes: list[Change] = [record for name, record in nodes.items() if _news(truth.nodes.get(name), record)]
-    changes += [record for name, record in shards.items() if truth.shards.get(name) != record]
+    changes += [record for name, record in shards.items() if (old := truth.shards.get(name)) is not record and old != record]
     changes += [Drop("node", name) for name in truth.nodes if name not in nodes]
     changes += [Drop("shard", name) for name in truth.shards if name not in shards]
     return [*changes, *events]

@@ -418,7 +418,11 @@ def test_sessions_stick(rig):
         rig.use(one, two, model=RoutedModel("m", policy="least_cost"))
         for turn in range(10):
             for session in range(6):
-                rig.post(body={"model": "m", "prompt_cache_key": f"s{session}", "turn": turn})
-        places = [{request.json["prompt_cache_key"] for request in engine.requests} for engine in (one, two)]
+                body = {"model": "m", "session": session, "turn": turn}
+                if session % 2:
+                    rig.post(body={**body, "prompt_cache_key": f"s{session}"})
+                else:
+                    rig.post(body=body, headers={"X-Session-Id": f"s{session}"})
+        places = [{request.json["session"] for request in engine.requests} for engine in (one, two)]
         assert not places[0] & places[1]
         assert all(places)

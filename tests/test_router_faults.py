@@ -349,10 +349,13 @@ def test_demand_is_told(rig):
     """A request for a model without endpoints is told to the server, at most once a second."""
     rig.use(refused_url())
     rig.heard.clear()
-    for _ in range(5):
+    began, count = time.monotonic(), 0
+    while time.monotonic() - began < 1.5:
         rig.post(body={"model": "cold"})
-    until(lambda: any(m["type"] == "demand" for m in rig.heard))
-    assert [m["model"] for m in rig.heard if m["type"] == "demand"] == ["cold"]
+        count += 1
+    told = until(lambda: [m["model"] for m in rig.heard if m["type"] == "demand"])
+    assert 1 <= len(told) <= 2 < count
+    assert set(told) == {"cold"}
 
 
 def test_fallback_to_another_model(rig):

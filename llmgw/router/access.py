@@ -28,6 +28,29 @@ KEPT = 50_000
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """A request that went to an engine, or was to. Times are in milliseconds since its first byte, tokens as far as known."""
+
+    time: float
+    id: str
+    client_id: str
+    client: str
+    key: str
+    call: str
+    model: str
+    replica: str
+    why: str
+    status: int
+    outcome: str
+    retries: int
+    queue_ms: float | None
+    ttft_ms: float | None
+    duration_ms: float
+    prompt: int | None
+    cached: int | None
+    completion: int | None
+
+
 class AccessLog:
     """Where a worker's requests are written down. C{flush} is to be called once a second; C{proxies} say who a client is."""
 
@@ -41,7 +64,7 @@ class AccessLog:
         self._wall = wall
         self._monotonic = time.monotonic
         self._ended: list[Exchange] = []
-        self._rows: list[dict[str, object]] = []
+        self._rows: list[Row | dict[str, object]] = []
         self._writing: Future[None] | None = None
         self._file: int | None = None
         self._complained = False
@@ -82,30 +105,31 @@ class AccessLog:
             rows, self._rows = self._rows, []
             self._writing = self._executor.submit(self._write, rows)
 
-    def _row(self, exchange: Exchange, shift: float) -> dict[str, object]:
-        began, usage = exchange.request.began, exchange.usage
-        return {
-            "time": began + shift,
-            "id": exchange.answer_id.decode(),
-            "client_id": exchange.request.ours.get(b"x-request-id", b"").decode("latin-1"),
-            "client": self.proxies.client(exchange.client.peer, exchange.request.ours.get(b"x-forwarded-for", b"")),
-            "key": exchange.caller.id if exchange.caller is not None else "",
-            "call": exchange.call.name,
-            "model": exchange.served.name,
-            "replica": exchange.upstream.id if exchange.upstream is not None else "",
-            "why": exchange.why,
-            "status": exchange.status,
-            "outcome": exchange.outcome,
-            "retries": exchange.retries,
-            "queue_ms": _ms(exchange.queued, began),
-            "ttft_ms": _ms(exchange.first, began),
-            "duration_ms": _ms(exchange.ended, began),
-            "prompt": usage.prompt if usage is not None else None,
-            "cached": usage.cached if usage is not None else None,
-            "completion": usage.completion if usage is not None else None,
-        }
+    def _row(self, exchange: Exchange, shift: float) -> Row:
+        request, usage, caller, upstream = exchange.request, exchange.usage, exchange.caller, exchange.upstream
+        began = request.began
+        return Row(
+            began + shift,
+            exchange.answer_id.decode(),
+            request.ours.get(b"x-request-id", b"").decode("latin-1"),
+            self.proxies.client(exchange.client.peer, request.ours.get(b"x-forwarded-for", b"")),
+            caller.id if caller is not None else "",
+            exchange.call.name,
+            exchange.served.name,
+            upstream.id if upstream is not None else "",
+            exchange.why,
+            exchange.status,
+            exchange.outcome,
+            exchange.retries,
+            round((exchange.queued - began) * 1000, 2) if exchange.queued else None,
+            round((exchange.first - began) * 1000, 2) if exchange.first else None,
+            round((exchange.ended - began) * 1000, 2),
+            usage[0] if usage is not None else None,
+            usage[1] if usage is not None else None,
+            usage[2] if usage is not None else None,
+        )
 
-    def _write(self, rows: list[dict[str, object]]) -> None:
+    def _write(self, rows: list[Row | dict[str, object]]) -> None:
         try:
             if self.dropped:
                 rows.append({"time": self._wall(), "dropped": self.dropped})
@@ -136,7 +160,3 @@ class AccessLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
         return self._file
-
-
-def _ms(when: float, began: float) -> float | None:
-    return round((when - began) * 1000, 2) if when else None

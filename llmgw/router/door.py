@@ -21,7 +21,7 @@ from llmgw.router.errors import OPENAI, Refusal
 from llmgw.router.form import read_form
 from llmgw.router.http import ServerConnection
 from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
-from llmgw.router.prefixes import NO_HINT, Hint
+from llmgw.router.prefixes import BLOCK, NO_HINT, Hint
 from llmgw.router.relay import Exchange
 from llmgw.router.request import Field, Request
 from llmgw.router.routes import Caller, Routes, Served, Shared
@@ -152,8 +152,11 @@ class Door:
     def _hint(served: Served, request: Request, body: Body) -> Hint:
         if served.hints is None or len(served.upstreams) < 2:
             return NO_HINT
+        session = request.ours.get(b"x-session-id") or body.session()
+        if len(body.raw) < BLOCK and not session:
+            return NO_HINT
         text, before = body.prompt()
-        return served.hints.look(text, before, request.ours.get(b"x-session-id") or body.session())
+        return served.hints.look(text, before, session)
 
     def _model(self, name: str, caller: Caller | None) -> Served:
         routes = self.routes

@@ -127,7 +127,7 @@ class Exchange:
             self.served.hints.sent(self._hint, self.served.upstreams.index(upstream), now)
         self.upstream, self.why, self._fresh = upstream, why, False
         self.queued = self.queued or now
-        self._connect()
+        self._connect(now)
 
     def _get_in_line(self) -> None:
         line = self.served.line
@@ -136,7 +136,7 @@ class Exchange:
         if self._waiter is None:
             text = f"All replicas of {self.served.name} are busy and as many requests wait as may."
             raise Refusal(429, "queue_full", text, retry_after=line.retry_after())
-        self._wait(QUEUED, float("inf"))
+        self._wait(QUEUED, float("inf"), 0.0)
 
     def _turn(self) -> bool:
         served = self._door.routes.models.get(self.served.name)
@@ -173,15 +173,15 @@ class Exchange:
 
     # Towards an endpoint.
 
-    def _connect(self) -> None:
+    def _connect(self, now: float) -> None:
         assert self.upstream is not None
-        self._wait(CONNECT, self._door.timeouts.connect)
+        self._wait(CONNECT, self._door.timeouts.connect, now)
         self._task = self.upstream.connect(self, self._fresh)
 
-    def _wait(self, state: str, seconds: float) -> None:
+    def _wait(self, state: str, seconds: float, now: float) -> None:
         self.state = state
         self.client.grace = seconds
-        self.client.deadline = _monotonic() + seconds
+        self.client.deadline = now + seconds
 
     def connected(self, connection: EngineConnection) -> None:
         """An endpoint has a connection for us."""
@@ -197,8 +197,8 @@ class Exchange:
         head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n" % (
             upstream.head(self.call, request.query), self.answer_id, len(data), b"".join(fields),
         )  # fmt: skip
-        self._wait(FIRST_TOKEN, self._door.timeouts.first_token)
-        self.sent = self.client.deadline - self.client.grace
+        self.sent = now = _monotonic()
+        self._wait(FIRST_TOKEN, self._door.timeouts.first_token, now)
         connection.send(self, self.client, head + data)
 
     def not_connected(self, error: Exception) -> None:
@@ -219,7 +219,7 @@ class Exchange:
             # It closed an idle connection just as we used it; that is nobody's fault and happens once at most.
             self._fresh = True
             self._door.accounts.stale()
-            self._connect()
+            self._connect(_monotonic())
         else:
             self._failed("reset", f"closed the connection before it answered{f' ({error})' if error else ''}")
 
@@ -309,8 +309,8 @@ class Exchange:
             return
         if self.state is not FLOWING:
             data = self._head(answer) + data
-            self._wait(FLOWING, self._door.timeouts.idle)
-            self.first = client.deadline - client.grace
+            self.first = now = _monotonic()
+            self._wait(FLOWING, self._door.timeouts.idle, now)
             assert self.upstream is not None
             self.upstream.flowing += 1
             self._moved = client.moved

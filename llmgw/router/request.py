@@ -14,7 +14,7 @@ MAX_HEAD = 16 * 1024
 OURS = frozenset(
     b"host content-length transfer-encoding connection keep-alive te trailer upgrade expect authorization x-api-key cookie "
     b"proxy-authorization proxy-authenticate proxy-connection http2-settings accept-encoding x-request-id "
-    b"x-forwarded-for x-forwarded-host x-forwarded-proto x-real-ip forwarded".split()
+    b"x-session-id x-forwarded-for x-forwarded-host x-forwarded-proto x-real-ip forwarded".split()
 )
 ONCE = frozenset((b"host", b"authorization", b"x-api-key", b"content-length", b"expect"))
 _PLAIN_CONNECTION = frozenset((b"", b"keep-alive", b"close", b"upgrade", b"http2-settings", b"te"))

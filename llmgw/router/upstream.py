@@ -6,7 +6,8 @@ What may surprise:
     sent into that moment is lost. One that is lost on a reused connection before any byte of an answer is sent once more on a
     fresh one, which is why L{EngineConnection.reused} is remembered.
   - The parser looks on from the side. A read that is exactly one chunk holding whole events (nearly all are) is passed on as it
-    came, without the parser seeing it: it stands between two chunks before and after. Two comparisons decide that.
+    came, without the parser seeing it: it stands between two chunks before and after. Comparing its first and last bytes decides
+    that; only one that does not end like a token is searched for the engine's count of tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CHUNKED = "chunked"
 UNTIL_CLOSE = "until close"
 MAX_ANSWER_HEAD = 64 * 1024
 EVENT_END = b"\n\n\r\n"
+# A chunk whose last field is its choices, as most are: then it is not the one with the usage, which comes last or has none.
+DELTA_END = b"}]}\n\n\r\n"
 _LARGEST_CHUNK = 16 * 1024
 _monotonic = time.monotonic
 
@@ -120,15 +123,14 @@ class EngineConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """A read: pass it on as it is, if that is known to be right, else parse it."""
+        raw = self.raw
         if (
-            self.raw is not None
-            and data.endswith(EVENT_END)
+            raw is not None
             and data.startswith(CHUNK_HEADS.get(len(data), _NO_HEAD))
-            and MARKS[0] not in data
-            and MARKS[1] not in data
+            and (data.endswith(DELTA_END) or (data.endswith(EVENT_END) and MARKS[0] not in data and MARKS[1] not in data))
         ):
             self.client.moved += 1
-            self.raw(data)
+            raw(data)
             return
         self._parse(data)
 

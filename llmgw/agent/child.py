@@ -62,6 +62,8 @@ class _Child(ProcessProtocol):
 
     def processEnded(self, reason: Failure) -> None:
         ended, self.ended = self.ended, Deferred()
+        if ended.called:  # It was cancelled.
+            return
         if self._why:
             ended.errback(ChildFailed(f"{self._name} {self._why}"))
             return

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from twisted.internet.defer import Deferred, TimeoutError
+from twisted.internet.defer import CancelledError, Deferred, TimeoutError
 from twisted.internet.task import LoopingCall
 from twisted.internet.threads import deferToThreadPool
 from twisted.logger import Logger
+from twisted.python.failure import Failure
 
 from llmgw.agent.installations import Installations
 from llmgw.agent.weights import WeightFinder
@@ -51,7 +52,12 @@ class NodeEquipment:
 
     def _again(self) -> Deferred[None]:
         taken = self._taker.take().addCallback(self._took)
-        return taken.addErrback(lambda failure: self.log.failure("while taking the inventory", failure))
+        return taken.addErrback(self._broke)
+
+    def _broke(self, failure: Failure) -> None:
+        if failure.check(CancelledError):
+            failure.raiseException()
+        self.log.failure("while taking the inventory", failure)
 
     def _took(self, inventory: Inventory) -> None:
         before, self.inventory = self.inventory, inventory

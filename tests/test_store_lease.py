@@ -26,6 +26,7 @@ from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.leadership import make_leadership
 from llmgw.store.lease import SqliteLeadership
 from llmgw.store.leaserow import LeaseRow
+from llmgw.store.schema import fence
 from llmgw.store.tenure import Tenure, Watch
 from tests.store_fixtures import *  # noqa: F403
 
@@ -106,9 +107,11 @@ def test_the_row_changes_only_as_it_was_seen(backend):
     assert (empty.holder, empty.epoch, empty.released) == ("", 0, True)
     assert change(backend, leaserow.taking(empty, "a@1", ["a:1"]))
     assert not change(backend, leaserow.taking(empty, "b@1", []))
+    before = look(backend)
     assert change(backend, leaserow.renewing("a@1", 1))
     assert not change(backend, leaserow.renewing("a@1", 2))
     assert not change(backend, leaserow.renewing("b@1", 1))
+    assert not change(backend, leaserow.taking(before, "b@1", []))
     row = look(backend)
     assert (row.holder, row.epoch, row.renewals, row.released, row.addresses) == ("a@1", 1, 1, False, ("a:1",))
     epoch, statements = leaserow.outranking("a@1", 1, 9)
@@ -121,6 +124,27 @@ def test_the_row_changes_only_as_it_was_seen(backend):
     assert (row.epoch, row.released) == (10, True)
     assert change(backend, leaserow.taking(row, "b'@1%", ["x'%s:y"]))
     assert look(backend).addresses == ("x'%s:y",)
+
+
+@needs_postgres  # noqa: F405
+def test_what_did_not_work_leaves_the_fence_alone(postgres):
+    """The lease's own connection sends all statements of a change in one message: the later ones run whatever the first did."""
+    from llmgw.store.pgtable import LeaseTable
+
+    url = postgres.database()
+    backend = make_backend(url)
+    backend.open()
+    table = LeaseTable(url, 2.0, time.monotonic)
+    empty = table.read()
+    assert table.change(leaserow.taking(empty, "a@1", []))
+    assert not table.change(leaserow.taking(empty, "b@1", []))
+    assert not table.change(leaserow.outranking("b@1", 1, 9)[1])
+    assert not table.change(leaserow.outranking("a@1", 0, 9)[1])
+    with backend.reading() as connection:
+        assert connection.execute(fence.select()).one()[1:3] == ("a@1", 1)
+    assert (table.read().holder, table.read().epoch) == ("a@1", 1)
+    table.close()
+    backend.close()
 
 
 @needs_postgres  # noqa: F405

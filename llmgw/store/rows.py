@@ -138,7 +138,7 @@ def add_usage(connection: Connection, batch: str, rows: list[UsageRow], now: flo
     connection.execute(schema.usage_batches.delete().where(schema.usage_batches.c.at < now - 3 * 86400))
     connection.execute(schema.usage_batches.insert().values(id=batch, at=now))
     table = schema.usage
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.hour, row.key, row.model)):  # in one order, so that two servers never deadlock
         given = {name: getattr(row, name) for name in _SUMS}
         statement = _INSERT[connection.dialect.name](table).values(hour=row.hour, key=row.key, model=row.model, **given)
         sums = {name: table.c[name] + statement.excluded[name] for name in _SUMS}

@@ -26,7 +26,7 @@ CONFIGURATION, RETRY, CLEAN, NODE, SOURCE, UNKNOWN = (
 
 @frozen
 class Failure:
-    """One known failure: how it looks in the output, its cause's class, the sentence (with the pattern's groups), the advice."""
+    """One known failure: how it looks in the output, its cause's class, sentence and advice (with the pattern's groups)."""
 
     pattern: re.Pattern[str]
     cause: str
@@ -134,22 +134,30 @@ _EXCEPTION = re.compile(r"^(?:.*\] )?(?P<error>(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exc
 _COMPLAINT = re.compile(r"^.*\b(?:error|fatal|panic)\b.*$", re.IGNORECASE | re.MULTILINE)
 
 
-def diagnosis(engine: str, table: Iterable[Failure], exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
-    """The first cause by C{table} and L{ANY_ENGINE}; else what signal, exceptions and status say.
+def diagnosis(
+    engine: str, table: Iterable[Failure], exit: ShardExit, tail: Sequence[str], guesses: Iterable[Failure] = ()
+) -> Diagnosis:
+    """The first cause by C{table} and L{ANY_ENGINE}; else by C{guesses}; else what signal, exceptions and status say.
 
     @param engine: how the sentence calls the engine, e.g. C{vLLM}.
+    @param guesses: texts too general to compete with the others.
     """
     text = "\n".join(tail)
-    found = _earliest([*table, *ANY_ENGINE], text)
+    found = _earliest([*table, *ANY_ENGINE], text) or _earliest(list(guesses), text)
     if found:
         known, match = found
         groups = {name: value or "?" for name, value in match.groupdict().items()}
-        return Diagnosis(known.cause, f"{engine}: {known.text.format(**groups)}", known.advice)
+        return Diagnosis(known.cause, f"{engine}: {known.text.format(**groups)}", known.advice.format(**groups))
     return _unknown(engine, exit, text)
 
 
 def _earliest(table: list[Failure], text: str) -> tuple[Failure, re.Match[str]] | None:
-    hits = [(match.start(), order, known, match) for order, known in enumerate(table) if (match := known.pattern.search(text))]
+    """The one on the first line that any of them fits; on one line, the one that stands first in the table."""
+    hits = [
+        (text.count("\n", 0, match.start()), order, known, match)
+        for order, known in enumerate(table)
+        if (match := known.pattern.search(text))
+    ]
     return min(hits, key=lambda hit: hit[:2])[2:] if hits else None
 
 

@@ -37,6 +37,28 @@ NEVER = re.compile(
 )
 
 
+# An option, and what it takes: words in capitals, [optional], {choices}, <thing>; argparse repeats that after each short form.
+_OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
+
+
+def help_flags(output: str) -> Flags:
+    """The options in a help text, one a line with its short forms in front or behind.
+
+    What stands behind two blanks is the description. An option is a switch when nothing but options stand on its line.
+    """
+    names: set[str] = set()
+    switches: set[str] = set()
+    for line in output.splitlines():
+        if not re.match(r" {0,4}-", line):
+            continue
+        usage = re.split(r"\s{2,}", re.sub(r",\s+", ", ", line.strip()), maxsplit=1)[0]
+        options = _OPTION.findall(re.sub(r"\{[^}]*\}?", "VALUE", usage))
+        names.update(options)
+        if not _OPTION.sub("", usage).strip(" ,"):
+            switches.update(options)
+    return Flags(frozenset(names), frozenset(switches))
+
+
 def joined(value: Argument) -> list[str]:
     """A list as one word of JSON."""
     return [json.dumps(value, separators=(",", ":"))]
@@ -106,10 +128,11 @@ def unknown_arguments(profile: Profile, flags: Flags, whose: str, see: str) -> l
         wanted = f"--no-{name}" if value is False else f"--{name}"
         where = f"arguments.{name}"
         if _known(wanted, flags):
-            if not isinstance(value, bool) and value is not None and wanted in flags.switches:
-                problems.append(
-                    Problem(f"{whose}: {wanted} takes no value, found {value!r}; write true or false", where, "argument_value")
-                )
+            if wanted in flags.switches and not isinstance(value, bool | None):
+                text = f"{whose}: {wanted} takes no value, found {value!r}; write true or false"
+                problems.append(Problem(text, where, "argument_value"))
+            elif flags.switches and value is True and wanted not in flags.switches:
+                problems.append(Problem(f"{whose}: {wanted} takes a value, found true", where, "argument_value"))
         elif value is False and _known(f"--{name}", flags):
             problems.append(
                 Problem(f"{whose} has --{name} but no {wanted}: leave the argument out instead of false", where, "argument_value")

@@ -18,6 +18,7 @@ from llmgw.engines.failures import CONFIGURATION, NODE, SOURCE, failure
 from llmgw.engines.launch import (
     commas,
     environment_problems,
+    help_flags,
     http_url,
     long_options,
     reserved_arguments,
@@ -51,8 +52,6 @@ _RESERVED = {
     **dict.fromkeys(("metrics", "no-metrics"), "llmgw reads its metrics"),
     **dict.fromkeys(("rpc", "log-file", "log-disable", "daemon"), "llmgw supervises one process and keeps its output"),
 }
-_FLAG = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
-
 _FAILURES = (
     failure(
         r"(?:invalid argument: |unrecognized arguments: )(?P<what>.+)",
@@ -168,16 +167,7 @@ class LlamaCpp:
 
     def flags(self, output: str) -> Flags:
         """From lines like C{-c,    --ctx-size N      size of the prompt context}."""
-        names: set[str] = set()
-        switches: set[str] = set()
-        for line in output.splitlines():
-            if not re.match(r"\s{0,4}-", line):
-                continue
-            options = _FLAG.findall(re.split(r"(?<=[\w\]}]) {2,}(?=[^-\s])", line.strip(), maxsplit=1)[0])
-            names.update(options)
-            if options and re.search(rf"{re.escape(options[-1])}(?: {{2,}}|$)", line):
-                switches.update(options)
-        return Flags(frozenset(names), frozenset(switches))
+        return help_flags(output)
 
     def needs(self, profile: Profile, files: WeightFiles | None) -> Needs:
         """No device unless asked for; the memory of weights, cache and buffers where the weights are known."""

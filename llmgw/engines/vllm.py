@@ -1,0 +1,234 @@
+"""vLLM, by C{vllm serve} as of 0.33: on one node, or over several with the multiprocessing backend.
+
+All ranks of a replica get one argv but for C{--node-rank}; ranks above 0 are headless and serve no HTTP. Connections are
+refused until the engine is ready. The key guards only C{/v1}. An engine that has its devices to itself takes vLLM's own
+share of them; C{--gpu-memory-utilization} is set where devices are shared, where the profile claims memory, or where
+somebody else's memory would make vLLM refuse to start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from twisted.plugin import IPlugin
+from zope.interface import implementer
+
+from llmgw.engines import failures, metrics
+from llmgw.engines import vllm_checks as checks
+from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, words
+from llmgw.engines.memory import shape
+from llmgw.engines.vllm_failures import FAILURES, GUESSES
+from llmgw.errors import Problem
+from llmgw.fleet.model import Profile
+from llmgw.fleet.node import Installation, NodeFacts
+from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
+from llmgw.interfaces import Flags, IEngineAdapter, Needs, Phase, ShardLaunch
+
+KEY = "VLLM_API_KEY"
+# How long running requests may go on after SIGTERM; llmgw has drained before, so this is for what came late.
+SHUTDOWN = 10
+# The most of a device's total memory that is asked for, and what is left free beside other people's memory.
+MOST, BESIDE_OTHERS = 0.95, 0.01
+DEFAULT_SHARE = 0.92
+
+# Options that want a list as JSON; every other list becomes words of its own.
+_JSON_LISTS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
+
+_PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
+    (re.compile(r"Resolved architecture: "), "configured", 0.02),
+    (re.compile(r"Launching vLLM .* headless|DP group leader"), "joining ranks", 0.03),
+    (re.compile(r"Starting to load model"), "weights", 0.05),
+    (re.compile(r"Loading weights took|Model loading took"), "weights", 0.6),
+    (re.compile(r"torch\.compile took"), "compiled", 0.75),
+    (re.compile(r"Available KV cache memory|KV cache size: "), "cache", 0.8),
+    (re.compile(r"Graph capturing finished"), "graphs", 0.95),
+    (re.compile(r"init engine .* took"), "warm", 0.97),
+    (re.compile(r"Application startup complete"), "ready", 1.0),
+)
+_SHARDS = re.compile(r"Loading .*checkpoint shards: +(\d+)%")
+_WEIGHTS_FROM, _WEIGHTS_TO = 0.05, 0.6
+
+_RUNNING, _WAITING, _KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+_PROMPT, _GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+
+
+@implementer(IPlugin, IEngineAdapter)
+class Vllm:
+    """The C{vllm} engine."""
+
+    name = "vllm"
+    default_command: tuple[str, ...] = ("vllm",)
+
+    def version_argv(self, command: Sequence[str]) -> list[str] | None:
+        """C{--version}."""
+        return [*command, "--version"]
+
+    def version(self, output: str) -> str | None:
+        """The last line that is nothing but a version: warnings of its libraries may stand before it."""
+        found = re.findall(r"^(\d+\.\d+\S*)\s*$", output, re.MULTILINE)
+        return found[-1] if found else None
+
+    def flags_argv(self, command: Sequence[str]) -> list[str] | None:
+        """C{serve --help=all}; it imports torch, so it takes seconds."""
+        return [*command, "serve", "--help=all"]
+
+    def flags(self, output: str) -> Flags:
+        """What the help shows, and the C{--no-enable-x} forms that it hides but takes."""
+        shown = help_flags(output)
+        hidden = {f"--no-{name[2:]}" for name in shown.switches if name.startswith(("--enable-", "--disable-"))}
+        pairs = {name for name in hidden if _opposite(name[5:]) in shown.switches}
+        return Flags(shown.names | pairs, shown.switches | pairs)
+
+    def needs(self, profile: Profile, files: WeightFiles | None) -> Needs:
+        """One device for each rank on the node; memory from the weights and one context where they are known."""
+        parallel, resources = profile.parallel, profile.resources
+        devices = -(-parallel.world // parallel.nodes) if resources.devices is None else resources.devices
+        memory = resources.device_memory
+        if memory is None and devices:
+            memory = checks.least_memory(profile, files, shape(files))
+        return Needs(devices, memory, resources.host_memory or 0, ports=3 if _several(profile) else 1)
+
+    def problems(
+        self,
+        profile: Profile,
+        files: WeightFiles | None,
+        node: NodeFacts | None,
+        installation: Installation | None,
+        flags: Flags,
+    ) -> list[Problem]:
+        """See L{vllm_checks}."""
+        return checks.problems(checks.Case(profile, files, node, installation, flags))
+
+    def warnings(
+        self,
+        profile: Profile,
+        files: WeightFiles | None,
+        node: NodeFacts | None,
+        installation: Installation | None,
+        flags: Flags,
+    ) -> list[Problem]:
+        """See L{vllm_checks}."""
+        return checks.warnings(checks.Case(profile, files, node, installation, flags))
+
+    def launch(
+        self,
+        profile: Profile,
+        allocation: Allocation,
+        installation: Installation,
+        files: WeightFiles | None,
+        served: Sequence[str],
+        key: str,
+    ) -> ShardLaunch:
+        """One rank's process; rank 0 serves."""
+        serves, port = allocation.rank == 0, allocation.ports[0]
+        own = [*_weights(profile, files), "--host", allocation.address, "--port", str(port)]
+        own += option("--served-model-name", *served)
+        own += _parallel(profile, allocation)
+        if (share := memory_share(profile, allocation)) is not None:
+            own += ["--gpu-memory-utilization", f"{share:.3f}"]
+        if profile.context is not None:
+            own += ["--max-model-len", str(profile.context)]
+        # Its metrics and health are asked for every few seconds; nobody wants to read that.
+        own += ["--shutdown-timeout", str(SHUTDOWN), "--disable-access-log-for-endpoints", "/health,/metrics"]
+        arguments = long_options(profile.arguments, lambda name: joined if name in _JSON_LISTS else words)
+        seats = profile.arguments.get("max-num-seqs")
+        return ShardLaunch(
+            argv=(*(installation.command or self.default_command), "serve", *own, *arguments, *profile.extra_argv),
+            environment={**profile.environment, **_environment(allocation, key)},
+            defaults=_defaults(files),
+            url=http_url(allocation.address, port) if serves else "",
+            ready="/health" if serves else None,
+            models="/v1/models" if serves else None,
+            metrics="/metrics" if serves else None,
+            limit=seats if isinstance(seats, int) and not isinstance(seats, bool) else None,
+            grace=SHUTDOWN + 10.0,
+            key=key,
+        )
+
+    def phase(self, line: str) -> Phase | None:
+        """The milestones of its log, and how many files of the weights are read."""
+        if (shards := _SHARDS.findall(line)) and (done := int(shards[-1])) <= 100:
+            return Phase("weights", round(_WEIGHTS_FROM + done / 100 * (_WEIGHTS_TO - _WEIGHTS_FROM), 3))
+        return next((Phase(name, progress) for pattern, name, progress in _PHASES if pattern.search(line)), None)
+
+    def load(self, metrics_text: str) -> EngineLoad:
+        """Requests summed over data parallel ranks; the cache of the fullest, since that is what hurts."""
+        found = metrics.samples(metrics_text, {_RUNNING, _WAITING, _KV, _PROMPT, _GENERATED})
+        tokens = [metrics.total(found, name) for name in (_PROMPT, _GENERATED)]
+        return EngineLoad(
+            metrics.total(found, _RUNNING),
+            metrics.total(found, _WAITING),
+            metrics.highest(found, _KV),
+            sum(filter(None, tokens)) if any(count is not None for count in tokens) else None,
+        )
+
+    def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
+        """By the table in L{vllm_failures}."""
+        return failures.diagnosis("vLLM", FAILURES, exit, tail, GUESSES)
+
+
+def _opposite(name: str) -> str:
+    verb, _, rest = name.partition("-")
+    return f"--{'disable' if verb == 'enable' else 'enable'}-{rest}"
+
+
+def _several(profile: Profile) -> bool:
+    return profile.parallel.nodes > 1 or profile.parallel.data > 1
+
+
+def _weights(profile: Profile, files: WeightFiles | None) -> list[str]:
+    if files is not None and files.found:
+        return [files.path]
+    name, _, revision = (profile.weights or "").removeprefix("hf:").partition("@")
+    return [name, *(["--revision", revision] if revision else [])]
+
+
+def _parallel(profile: Profile, allocation: Allocation) -> list[str]:
+    parallel, argv = profile.parallel, []
+    for name, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline), ("data", parallel.data)):
+        if size > 1 or name == "tensor":
+            argv += [f"--{name}-parallel-size", str(size)]
+    if parallel.data > 1 and len(allocation.ports) > 2:
+        argv += ["--data-parallel-rpc-port", str(allocation.ports[2])]
+    if parallel.expert:
+        argv.append("--enable-expert-parallel")
+    if allocation.nodes > 1:
+        argv += ["--nnodes", str(allocation.nodes), "--node-rank", str(allocation.rank)]
+        argv += ["--master-addr", allocation.head, "--master-port", str(allocation.head_port)]
+    return [*argv, "--headless"] if allocation.rank else argv
+
+
+def memory_share(profile: Profile, allocation: Allocation) -> float | None:
+    """The fraction of a device's total memory to ask for, rounded down; None leaves it to vLLM or to the arguments."""
+    total = allocation.device_total
+    if not total or not allocation.devices or "gpu-memory-utilization" in profile.arguments:
+        return None
+    wanted: float | None = None
+    if allocation.memory is not None and (profile.resources.share or profile.resources.device_memory is not None):
+        wanted = allocation.memory / total
+    elif allocation.device_free is not None and allocation.device_free < (DEFAULT_SHARE + BESIDE_OTHERS) * total:
+        wanted = allocation.device_free / total - BESIDE_OTHERS
+    return None if wanted is None else max(0.01, int(min(wanted, MOST) * 1000) / 1000)
+
+
+def _environment(allocation: Allocation, key: str) -> dict[str, str]:
+    rank_address = allocation.peers[allocation.rank] if allocation.rank < len(allocation.peers) else allocation.address
+    found = {
+        KEY: key,
+        "CUDA_VISIBLE_DEVICES": ",".join(allocation.devices),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "VLLM_HOST_IP": rank_address,
+    }
+    if allocation.nodes > 1 and allocation.interface:
+        found |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), allocation.interface)
+    return found
+
+
+def _defaults(files: WeightFiles | None) -> dict[str, str]:
+    found = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    # With its files on disk the engine would still ask the hub at each start, and fail when that refuses.
+    return found | ({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if files is not None and files.found else {})
+
+
+vllm = Vllm()

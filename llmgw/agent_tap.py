@@ -11,7 +11,8 @@ from twisted.python import usage
 
 from llmgw.agent.service import make_agent
 from llmgw.config.agent import AgentSettings, read_agent
-from llmgw.daemon import Lifecycle, SystemdNotify, read_file, refuse_configuration
+from llmgw.config.text import read_file
+from llmgw.daemon import Lifecycle, SystemdNotify, refuse_configuration
 from llmgw.errors import LlmgwError
 
 

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -177,16 +176,3 @@ def refuse_configuration(error: LlmgwError) -> NoReturn:
     for line in map(str, error.problems) if isinstance(error, Invalid) else [str(error)]:
         print(line, file=sys.stderr)  # noqa: T201  (before there is a log)
     raise SystemExit(MISCONFIGURED)
-
-
-def read_file(path: Path) -> str:
-    """The text of a configuration file.
-
-    @raise LlmgwError: it cannot be read or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise LlmgwError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise LlmgwError(f"{path}: is not UTF-8 text (byte {error.start})") from error

@@ -11,7 +11,8 @@ from twisted.python import usage
 
 from llmgw.admin.api import make_admin
 from llmgw.config.server import ServerSettings, read_server
-from llmgw.daemon import Lifecycle, SystemdNotify, read_file, refuse_configuration
+from llmgw.config.text import read_file
+from llmgw.daemon import Lifecycle, SystemdNotify, refuse_configuration
 from llmgw.errors import LlmgwError
 from llmgw.server.service import make_server
 

@@ -316,7 +316,7 @@ async def test_a_server_that_does_not_lead_says_who_does(rig_of):
     rig = await rig_of()
     rig.server.leadership._held = False
     no = await refused(rig.post("/v1/keys", name="x"))
-    assert (no.status, no.code) == (503, "not_leader") and "leads" in str(no)
+    assert (no.status, no.code) == (503, "not_leader") and "cp1 does not lead now" in str(no)
     assert (await rig.get("/v1/status"))["server"]["role"] == "standby"
 
 
@@ -324,7 +324,7 @@ async def test_a_server_that_does_not_lead_says_who_does(rig_of):
 async def test_a_store_that_takes_nothing_is_said_and_nothing_happens(rig_of):
     """An answer of the store's is passed on in words; the change did not happen."""
     rig = await rig_of()
-    store = rig.server.controller._store
+    store = rig.server.store
     commit = store.commit
     store.commit = lambda epoch, changes: fail(StoreError("the disk of /x is full: free some", "full"))
     no = await refused(rig.post("/v1/keys", name="x"))

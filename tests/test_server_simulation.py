@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from attrs import evolve
 
+from llmgw.fleet.model import Scale
 from llmgw.fleet.node import Fabric
 from llmgw.fleet.shard import ShardState
+from llmgw.server.operations import Operations
 from llmgw.testing.simulate import Fleet, model
 
 
@@ -195,13 +198,13 @@ def test_a_stalled_store_changes_nothing():
     fleet.cut.add("b")
     fleet.run(600)
     assert fleet.pids() == pids and fleet.ready("m") == 1
-    assert fleet.controller.failing == "the disk is full"
+    assert fleet.controller.commits.failing == "the disk is full"
     assert "nothing is changed: the disk is full" in fleet.refusals[0]
     fleet.store.failing = ""
     fleet.cut.clear()
     fleet.apply([model("m", 2)])
     fleet.until(lambda: fleet.ready("m") == 2, "the second replica")
-    assert fleet.controller.failing == ""
+    assert fleet.controller.commits.failing == ""
 
 
 def test_a_leader_without_leave_orders_nothing():
@@ -211,7 +214,7 @@ def test_a_leader_without_leave_orders_nothing():
     fleet.leadership.held = False
     fleet.apply([model("m", 0)])
     fleet.run(60)
-    assert fleet.pids() == pids and fleet.refusals == ["not leader: cp@1 leads"]
+    assert fleet.pids() == pids and fleet.refusals == ["cp does not lead now"]
 
 
 def test_the_wall_clock_decides_nothing():
@@ -376,6 +379,56 @@ def test_numbers_of_replicas_never_come_back():
         fleet.until(lambda: fleet.ready("m") == count and len(fleet.engines()) == count, f"{count} replicas")
         seen |= set(fleet.pids())
     assert [record.number for record in fleet.controller.truth.shards.values()] == [max(int(s.split("/")[1]) for s in seen)]
+
+
+def sleepy(low, high):
+    return evolve(model("z"), replicas=Scale(low, high, idle_after=60.0))
+
+
+def test_a_sleeping_model_wakes_for_a_request_and_sleeps_again_when_idle():
+    """The router's demand starts it; while anything runs on it it stays; a minute after the last request it goes."""
+    fleet = Fleet({"a": 1})
+    fleet.lead([sleepy(0, 1)])
+    fleet.run(30)
+    assert fleet.engines() == [] and fleet.routers.routing.models[0].on_demand
+    fleet.controller.demand.asked("z")
+    fleet.until(lambda: fleet.ready("z") == 1, "awake")
+    fleet.routers.flying["z/1"] = 1
+    fleet.run(200)
+    assert fleet.ready("z") == 1
+    fleet.routers.flying.clear()
+    fleet.run(50)
+    assert fleet.ready("z") == 1
+    fleet.until(lambda: fleet.engines() == [], "asleep", 30)
+
+
+def test_a_restarted_server_lets_no_model_sleep_that_may_be_in_use():
+    """What ran was asked for by somebody; it gets its whole idle time again."""
+    fleet = Fleet({"a": 1})
+    fleet.lead([sleepy(0, 1)])
+    fleet.controller.demand.asked("z")
+    fleet.until(lambda: fleet.ready("z") == 1, "awake")
+    fleet.run(50)
+    fleet.end()
+    fleet.lead()
+    fleet.run(50)
+    assert fleet.ready("z") == 1
+    fleet.until(lambda: fleet.engines() == [], "asleep", 30)
+
+
+def test_another_machine_under_a_lost_nodes_name_waits_for_a_reset():
+    """It may be a copy of the name while the lost one's engines still run; an operator decides."""
+    fleet = serving(models=[model("m", 1)])
+    fleet.cut.add("a")
+    fleet.until(lambda: fleet.controller.truth.nodes["a"].state == "lost", "lost", 120)
+    other = evolve(fleet.agents["a"].register(), instance="another")
+    certificate = fleet.port.sessions()["b"]
+    assert fleet.controller.judge(fleet.agents["a"].register(), certificate) is None
+    refused = fleet.controller.judge(other, certificate)
+    assert refused.reason == "name_in_use" and "llmgw node reset a" in refused.text
+    Operations(fleet.controller).reset("a")
+    fleet.run(1)
+    assert fleet.controller.judge(other, certificate) is None
 
 
 @pytest.mark.parametrize("seed", range(12))

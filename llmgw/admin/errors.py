@@ -6,7 +6,7 @@ from typing import Any
 
 from llmgw.errors import Invalid, LlmgwError
 from llmgw.server.catalogs import Moved
-from llmgw.server.controller import NotLeading
+from llmgw.server.commits import NotLeading
 from llmgw.server.imembers import NodeAway, NotActing, Unanswered
 from llmgw.server.keys import NoSuchKey
 from llmgw.server.operations import Conflict, Outage, Unknown

@@ -126,7 +126,7 @@ class Handlers:
 
     async def _something_new(self, seconds: float) -> None:
         waiting: Deferred[None] = Deferred()
-        watchers = self._server.controller.watchers
+        watchers = self._server.controller.commits.watchers
 
         def news() -> None:
             if not waiting.called:

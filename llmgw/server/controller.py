@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from attrs import evolve, frozen
-from twisted.internet.defer import Deferred, DeferredLock
+from twisted.internet.defer import Deferred
 from twisted.internet.task import LoopingCall
 from twisted.logger import Logger
 from twisted.python.failure import Failure
 from zope.interface import implementer
 
-from llmgw.errors import LlmgwError
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord
@@ -28,25 +27,19 @@ from llmgw.interfaces import ILeadership, IStore
 from llmgw.planning.checks import SEARCHING
 from llmgw.planning.orders import orders
 from llmgw.planning.reconcile import Outcome, reconcile
+from llmgw.planning.replicas import group
 from llmgw.planning.world import World
+from llmgw.server.commits import Commits
+from llmgw.server.demand import Demand
 from llmgw.server.emission import Emission, Port
 from llmgw.server.imembers import IMembers
 from llmgw.server.membership import Membership
 from llmgw.server.reckoning import Reckoner, Weights
 from llmgw.server.routing import Routers, Routing
 from llmgw.server.truth import Truth, differences
-from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.records import Change, Snapshot
 from llmgw.wire.identity import PeerCertificate
 from llmgw.wire.messages import Done, Event, Refused, Register, Report
-
-
-class NotLeading(LlmgwError):
-    """This server does not lead now, so it takes no orders. C{leader} is who does, as far as it knows."""
-
-    def __init__(self, text: str, leader: str = "") -> None:
-        super().__init__(text)
-        self.leader = leader
 
 
 @frozen
@@ -73,7 +66,6 @@ class Controller:
     @ivar truth: what the store has.
     @ivar outcome: the last plan, for C{status} and C{explain}.
     @ivar remarks: sentences that C{status} shows until the next start.
-    @ivar failing: why the store does not take plans now; empty when it does.
     """
 
     log = Logger()
@@ -94,8 +86,6 @@ class Controller:
         reckoner: Reckoner | None = None,
     ) -> None:
         self._reactor = reactor
-        self._store = store
-        self._lock = DeferredLock()
         self._call: Any = None
         self._tick = LoopingCall(self._ticked)
         self._tick.clock = reactor
@@ -113,17 +103,16 @@ class Controller:
         self.timing = timing
         self.leadership = leadership
         self.leading = False
-        self.failing = ""
         self.remarks: tuple[str, ...] = ()
         self.truth = Truth()
+        self.commits = Commits(name, store, leadership, self.truth, self.end)
         self.members = Membership(self.clocks.steady, self.touch)
         self.reckoner = reckoner or Reckoner()
         self.weights = Weights(self.clocks.steady, self.touch)
         self.emission = Emission(leadership, self.clocks.steady)
         self.routing = Routing(routers, self.touch)
-        self.demand: dict[str, int] = {}
+        self.demand = Demand(self.clocks.steady, routers.in_flight, self.touch)
         self.outcome: Outcome | None = None
-        self.watchers: list[Callable[[], None]] = []
 
     # Leading.
 
@@ -135,9 +124,10 @@ class Controller:
         """Lead from what the store has. C{fresh}: it was made just now, so a fleet may run that it knows nothing of."""
         self.truth.load(snapshot)
         self.members.begin()
+        self.demand.begin(self.truth.shards.values())
         self._began, self._began_at = snapshot.revision, self.clocks.steady()
         self._fresh = fresh
-        self.leading = True
+        self.leading = self.commits.open = True
 
     def go(self) -> None:
         """Begin to plan. Apart from L{begin}, so that the catalog can be there first: a plan without one routes to nothing."""
@@ -148,7 +138,7 @@ class Controller:
 
     def end(self) -> None:
         """Lead no more. Engines and routes stay as they are."""
-        self.leading = self._planning = False
+        self.leading = self.commits.open = self._planning = False
         if self._tick.running:
             self._tick.stop()
         if self._call is not None:
@@ -172,10 +162,7 @@ class Controller:
 
     def _due(self) -> None:
         self._call = None
-        self._go(self._lock.run(lambda: Deferred.fromCoroutine(self._cycle())), "while planning")
-
-    def _go(self, work: Deferred[Any], what: str) -> None:
-        work.addErrback(self._surprised, what)
+        self.commits.in_turn(self._cycle).addErrback(self._surprised, "while planning")
 
     def _surprised(self, failure: Failure, what: str) -> None:
         self.log.failure("{what}", failure, what=what)
@@ -189,6 +176,7 @@ class Controller:
 
     def _look_at_clocks(self) -> None:
         """What no message tells of: timers of nodes, retries, drains that have come to an end."""
+        self.demand.look(self.truth.catalog, lambda: group(self.truth.shards.values()))
         outcome = self.outcome
         draining = self.routing.draining
         waited = self.clocks.steady() - self._last_plan
@@ -207,7 +195,8 @@ class Controller:
         self._report_broken(outcome)
         events = [self._with_tail(event) for event in outcome.events]
         changes = differences(self.truth, outcome.nodes, outcome.shards, events)
-        if changes and not await self._commit(changes):
+        if changes and not await self.commits.commit(changes):
+            self._plan_in(self.RETRY)
             return
         self.truth.nodes.update(outcome.nodes)
         self.outcome = outcome
@@ -216,32 +205,6 @@ class Controller:
         self._search(outcome)
         self.emit()
         self._took = self.clocks.steady() - self._last_plan
-
-    async def _commit(self, changes: list[Change]) -> bool:
-        """Whether the store took it. What it did not take has not happened."""
-        if not self.leadership.may_act():
-            return False
-        try:
-            revision = await self._store.commit(self.leadership.epoch, changes)
-        except NotLeader as error:
-            self.log.error("{error}", error=str(error))
-            self.end()
-            return False
-        except StoreError as error:
-            if self.failing != str(error):
-                self.log.error("the store took nothing, so nothing is changed: {error}", error=str(error))
-            self.failing = str(error)
-            self._plan_in(self.RETRY)
-            return False
-        if self.failing:
-            self.log.info("the store works again")
-        self.failing = ""
-        self.truth.take(changes, revision)
-        for change in changes:
-            self._tell(change)
-        for watcher in list(self.watchers):
-            watcher()
-        return True
 
     def _report_broken(self, outcome: Outcome) -> None:
         """Log what raised, once for each: the next plans will meet it again."""
@@ -255,10 +218,6 @@ class Controller:
         """The event of a failure gets the end of the engine's output."""
         failed = event.after in (ShardState.BACKOFF, ShardState.FAILED)
         return evolve(event, tail=self.members.tails.pop(event.subject, ())) if failed else event
-
-    def _tell(self, change: Change) -> None:
-        if isinstance(change, FleetEvent):
-            self.log.info("event {text}", text=change.text, kind=change.kind, subject=change.subject, node=change.node)
 
     def epoch_moved(self) -> None:
         """The leadership was raised or lost: what was sent under the epoch before has to be said anew."""
@@ -291,7 +250,7 @@ class Controller:
             declined=members.declined,
             unrouted=frozenset(replicas.unrouted),
             idle=replicas.idle(),
-            demand=self.demand,
+            demand=self.demand.wanted,
             last_ports=self._last_ports(),
             jitter=lambda: self._random.uniform(0.75, 1.25),
         )
@@ -336,35 +295,17 @@ class Controller:
         truth = self.truth
         self.routing.publish(truth, self.members, self.outcome, self.leadership.epoch)
         wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing)
+        if self.emission.port is not None:
+            self.emission.port.expected = len(truth.nodes)
         self.emission.send(wanted, {name: here.session for name, here in self.members.present.items()}, truth.revision)
 
-    # What operators change.
-
     def change(self, make: Callable[[], Iterable[Change]]) -> Deferred[int]:
-        """Commit what C{make} says, made from the truth when its turn has come; then plan.
+        """What an operator changes: see L{Commits.change}. A plan follows."""
+        return self.commits.change(make).addCallback(self._changed)
 
-        @return: the state revision.
-        @raise NotLeading: this server does not lead.
-        @raise StoreError: the store did not take it, and nothing has changed.
-        """
-        return self._lock.run(lambda: Deferred.fromCoroutine(self._change(make)))
-
-    async def _change(self, make: Callable[[], Iterable[Change]]) -> int:
-        self.must_lead()
-        changes = list(make())
-        if changes and not await self._commit(changes):
-            self.must_lead()
-            raise StoreError(f"the store took nothing, so nothing is changed: {self.failing}")
+    def _changed(self, revision: int) -> int:
         self.touch()
-        return self.truth.revision
-
-    def must_lead(self) -> None:
-        """
-        @raise NotLeading: this server may not act now.
-        """
-        if not (self.leading and self.leadership.may_act()):
-            leader = self.leadership.leader
-            raise NotLeading(f"not leader: {leader or 'nobody'} leads" if leader != self.name else "not leading yet", leader)
+        return revision
 
     # IMembers.
 
@@ -380,6 +321,12 @@ class Controller:
         if record is not None and record.state is NodeState.REMOVED:
             text = f"node {register.node} was removed; `llmgw node reset {register.node}` lets it in again"
             return Refused("revoked", text)
+        if record is not None and record.state is NodeState.LOST and record.instance not in ("", register.instance):
+            text = (
+                f"node {register.node} was lost and this is another machine or state folder (instance {register.instance[:8]}, "
+                f"was {record.instance[:8]}). If it takes the lost one's place: llmgw node reset {register.node}"
+            )
+            return Refused("name_in_use", text)
         self._expires[register.node] = certificate.not_after
         return None
 

@@ -18,6 +18,8 @@ from llmgw.wire.messages import Done, Goaway
 class Port(Protocol):
     """What is used of L{llmgw.server.fleetport.FleetPort}."""
 
+    expected: int
+
     def refusals(self) -> list[Refusal]:
         """The last peers that were not let in."""
 

@@ -28,6 +28,7 @@ from llmgw.server.keys import Keys
 from llmgw.server.metrics import fleet_metrics
 from llmgw.server.operations import Operations
 from llmgw.server.status import Status
+from llmgw.server.usage import UsageSpool
 from llmgw.server.workers import RouterWorkers
 from llmgw.store.errors import StoreError
 from llmgw.store.lease import SqliteLeadership
@@ -71,6 +72,7 @@ class Server(Service):
             self._reactor, name, settings.timing, self.store, self.leadership, self.workers, random.SystemRandom()
         )
         self.leadership.watch(self.controller.epoch_moved)
+        self.usage = UsageSpool(self.store, self._reactor, self.controller.clocks.wall)
         self.catalogs = Catalogs(self.controller)
         self.keys = Keys(self.controller)
         self.operations = Operations(self.controller)
@@ -144,15 +146,10 @@ class Server(Service):
             self._identity = read_identity(self.settings.fleet.tls, "server")
             self._build(self._identity.own.fleet, self._identity.own.name)
         self.workers.listen()
-        self.workers.on_demand = self._demanded
+        self.workers.on_demand = self.controller.demand.asked
+        self.workers.on_usage = self.usage.add
         self.controller.routing.before = self.workers.table
         self.workers.start()
-
-    def _demanded(self, model: str) -> None:
-        """A request waits for a model that sleeps."""
-        if self.controller.demand.get(model, 0) < 1:
-            self.controller.demand[model] = 1
-            self.controller.touch()
 
     def _cannot(self, failure: Failure) -> None:
         if failure.check(CancelledError):
@@ -169,6 +166,7 @@ class Server(Service):
         await self._first_catalog()
         self._serve_fleet()
         self.controller.go()
+        self.usage.start()
         self._starting = None
         self._is_up = True
         for ready in self._up:
@@ -184,7 +182,7 @@ class Server(Service):
                 if error.code not in PASSING:
                     raise
                 self.log.error("the store cannot be opened, the router goes on with its last table: {error}", error=str(error))
-                self.controller.failing = str(error)
+                self.controller.commits.failing = str(error)
             await deferLater(self._reactor, AGAIN)
 
     def _serve_fleet(self) -> None:
@@ -223,6 +221,7 @@ class Server(Service):
         port = self.port.stopService() if self.port is not None and self.port.running else None
         released = self.leadership.release() if self.leadership.may_act() else None
         first = [self.workers.stop(self._at_once), *(each for each in (port, released) if each is not None)]
+        first.append(self.usage.stop())
         await self._bounded(DeferredList(first, consumeErrors=True), "the links and the lease")
         await self._bounded(self.store.close(), "the store")
 

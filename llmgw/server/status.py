@@ -66,7 +66,8 @@ class Status:
 
     def _notes(self) -> list[str]:
         controller = self._controller
-        found = [f"the store does not work, nothing is changed: {controller.failing}"] if controller.failing else []
+        failing = controller.commits.failing
+        found = [f"the store does not work, nothing is changed: {failing}"] if failing else []
         held = controller.outcome.holding if controller.outcome else None
         if held is not None and held.brake:
             found.append(held.text)
@@ -130,7 +131,7 @@ class Status:
     def _model(self, model: Model, replicas: list[Replica], reason: str) -> Data:
         shown = [self._replica(replica) for replica in replicas]
         ready = sum(replica.ready for replica in replicas)
-        want = wanted(model, self._controller.demand) if model.profile else 0
+        want = wanted(model, self._controller.demand.wanted) if model.profile else 0
         endpoints = [{"url": endpoint.url, "model": endpoint.model or model.name} for endpoint in model.endpoints]
         return {
             "name": model.name,

@@ -185,6 +185,7 @@ class SimPort:
         self._controller = controller
         self._leadership = leadership
         self._count = 0
+        self.expected = 0
         self.links: dict[str, str] = {}
 
     def desired(self, node: str, orders: Sequence[ShardOrder], revision: int) -> bool:

@@ -1,0 +1,95 @@
+"""What was used, on its way from the routers into the store: added up, written now and then, kept while the store is away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from attrs import evolve
+from twisted.internet.defer import Deferred, succeed
+from twisted.internet.task import LoopingCall
+from twisted.logger import Logger
+
+from llmgw.interfaces import IStore
+from llmgw.store.errors import StoreError
+from llmgw.store.records import UsageRow
+
+_SUMS = ("requests", "failures", "prompt_tokens", "completion_tokens", "cached_tokens", "seconds")
+
+
+class UsageSpool:
+    """Usage that is not in the store yet.
+
+    A batch that may or may not have been written is written again under its own id, which the store takes once.
+
+    @param wall: the clock by which hours are told.
+    """
+
+    log = Logger()
+    EVERY = 5.0
+    LIMIT = 20_000
+
+    def __init__(self, store: IStore, reactor: Any, wall: Callable[[], float]) -> None:
+        self._store = store
+        self._wall = wall
+        self._rows: dict[tuple[int, str, str], UsageRow] = {}
+        self._batch: tuple[str, list[UsageRow]] | None = None
+        self._writing: Deferred[None] | None = None
+        self._complained = False
+        self._loop = LoopingCall(self.flush)
+        self._loop.clock = reactor
+        self.dropped = 0
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._loop.start(self.EVERY, now=False).addErrback(lambda failure: self.log.failure("writing usage", failure))
+
+    def stop(self) -> Deferred[None]:
+        """Write what there is, once."""
+        if self._loop.running:
+            self._loop.stop()
+        return self.flush()
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take a worker's rows; a row that makes no sense harms no other."""
+        hour = int(self._wall() // 3600 * 3600)
+        for row in rows:
+            try:
+                self._add(UsageRow(hour, row["key"], row["model"], **{name: row.get(name, 0) for name in _SUMS}))
+            except (KeyError, TypeError) as error:
+                self.log.error("a usage row cannot be read: {error}", error=repr(error))
+
+    def _add(self, row: UsageRow) -> None:
+        name = (row.hour, row.key, row.model)
+        known = self._rows.get(name)
+        if known is None and len(self._rows) >= self.LIMIT:
+            self.dropped += 1
+            return
+        sums = {name: getattr(known, name) + getattr(row, name) for name in _SUMS} if known else {}
+        self._rows[name] = evolve(row, **sums)
+
+    def flush(self) -> Deferred[None]:
+        """Write what has come together, unless a write is under way."""
+        if self._writing is not None or not (self._rows or self._batch):
+            return succeed(None)
+        writing = self._writing = Deferred.fromCoroutine(self._write())
+        return writing.addBoth(self._written)
+
+    def _written(self, result: None) -> None:
+        self._writing = None
+        return result
+
+    async def _write(self) -> None:
+        if self._batch is None:
+            self._batch = (os.urandom(12).hex(), list(self._rows.values()))
+            self._rows = {}
+        try:
+            await self._store.add_usage(*self._batch)
+        except StoreError as error:
+            if not self._complained:
+                self.log.error("usage is kept in memory, the store does not take it: {error}", error=str(error))
+            self._complained = True
+        else:
+            self._batch = None
+            self._complained = False

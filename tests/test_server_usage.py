@@ -1,0 +1,102 @@
+"""Usage on its way into the store."""
+
+from __future__ import annotations
+
+from twisted.internet.defer import Deferred, fail, succeed
+from twisted.internet.task import Clock
+
+from llmgw.server.usage import UsageSpool
+from llmgw.store.errors import StoreError
+
+
+class Store:
+    """Takes batches, or does not."""
+
+    def __init__(self):
+        self.batches = []
+        self.failing = False
+        self.hanging = None
+
+    def add_usage(self, batch, rows):
+        self.batches.append((batch, rows))
+        if self.hanging is not None:
+            return self.hanging
+        return fail(StoreError("full", "full")) if self.failing else succeed(True)
+
+
+def row(requests=1, key="k", model="m", **more):
+    return {"key": key, "model": model, "requests": requests, **more}
+
+
+def spool():
+    clock, store = Clock(), Store()
+    made = UsageSpool(store, clock, lambda: 7200.5 + clock.seconds())
+    made.start()
+    return clock, store, made
+
+
+def test_rows_are_added_up_by_hour_key_and_model():
+    """One row for many requests, written every few seconds and not when there is nothing."""
+    clock, store, made = spool()
+    made.add([row(2, prompt_tokens=10, seconds=0.5), row(1, prompt_tokens=5), row(1, model="n")])
+    clock.advance(5)
+    ((_, rows),) = store.batches
+    assert [(r.hour, r.key, r.model, r.requests, r.prompt_tokens, r.seconds) for r in rows] == [
+        (7200, "k", "m", 3, 15, 0.5),
+        (7200, "k", "n", 1, 0, 0),
+    ]
+    clock.advance(20)
+    assert len(store.batches) == 1
+    made.stop()
+
+
+def test_a_batch_that_may_have_been_written_keeps_its_id():
+    """The store takes an id once; what comes meanwhile goes into the next batch."""
+    clock, store, made = spool()
+    store.failing = True
+    made.add([row()])
+    clock.advance(5)
+    made.add([row(5)])
+    store.failing = False
+    clock.advance(5)
+    clock.advance(5)
+    (first, rows), (again, same), (third, more) = store.batches
+    assert first == again != third and rows == same
+    assert [r.requests for r in more] == [5]
+    made.stop()
+
+
+def test_a_slow_store_gets_one_batch_at_a_time():
+    """The next waits."""
+    clock, store, made = spool()
+    store.hanging = Deferred()
+    made.add([row()])
+    clock.advance(5)
+    made.add([row()])
+    clock.advance(60)
+    assert len(store.batches) == 1
+    store.hanging.callback(True)
+    store.hanging = None
+    clock.advance(5)
+    assert len(store.batches) == 2
+    made.stop()
+
+
+def test_senseless_rows_and_a_flood_of_names_are_bounded():
+    """A bad row harms no other; beyond the limit new names are counted and dropped, known ones still add up."""
+    clock, store, made = spool()
+    made.LIMIT = 2
+    made.add([{"model": "m"}, row(), row(key="l"), row(key="x"), row()])
+    made.stop()
+    assert made.dropped == 1
+    assert sorted((r.key, r.requests) for r in store.batches[0][1]) == [("k", 2), ("l", 1)]
+
+
+def test_stop_writes_what_there_is():
+    """Nothing is left for the next start to miss."""
+    clock, store, made = spool()
+    made.add([row()])
+    made.stop()
+    assert len(store.batches) == 1
+    clock.advance(60)
+    assert len(store.batches) == 1

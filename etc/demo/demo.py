@@ -158,7 +158,8 @@ def daemon(name: str) -> subprocess.Popen[bytes]:
 def shard() -> dict:
     """The model's first shard in status, or an empty one."""
     model = next((row for row in status()["models"] if row["name"] == MODEL), {"replicas": []})
-    return next((part for replica in model["replicas"] for part in replica["shards"]), {})
+    shards = [part for replica in model["replicas"] for part in replica["shards"]]
+    return shards[0] if shards else {"phase": model.get("reason", "")}
 
 
 def watch_loading() -> dict:

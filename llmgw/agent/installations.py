@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from llmgw.interfaces import Flags, IEngineAdapter
 
 DEADLINE = 180.0
 KEPT = 200
+# An adapter's stand-in: the module that must be importable here, and the command that serves from it.
+WHEELS = {"llamacpp": ("xllamacpp", (sys.executable, "-m", "llmgw.engines.llamacpp_server"))}
 
 
 def stamp(command: Sequence[str], path: str | None) -> str:
@@ -70,8 +74,14 @@ class Installations:
     def _defaults(self, engines: Sequence[EngineSettings]) -> list[EngineSettings]:
         """An adapter's own command, where it is on PATH and no entry says otherwise."""
         named = {row.name for row in engines}
-        rows = [EngineSettings(name, name, tuple(adapter.default_command)) for name, adapter in self._adapters.items()]
+        rows = [EngineSettings(name, name, self._default(name)) for name in self._adapters]
         return [row for row in rows if row.name not in named and not self._missing(row.command)]
+
+    def _default(self, adapter: str) -> tuple[str, ...]:
+        """The adapter's own command; where that is not on PATH, a server in a wheel beside us that can stand in for it."""
+        command = tuple(self._adapters[adapter].default_command)
+        wheel, instead = WHEELS.get(adapter, ("", ()))
+        return instead if wheel and self._missing(command) and find_spec(wheel) else command
 
     def _missing(self, command: Sequence[str]) -> str:
         path = self._environment.get("PATH")
@@ -84,7 +94,7 @@ class Installations:
         if adapter is None:
             why = f"there is no adapter {row.adapter}; there are {', '.join(sorted(self._adapters))}"
             return Installation(row.name, row.adapter, row.command, problem=why)
-        command = row.command or tuple(adapter.default_command)
+        command = row.command or self._default(row.adapter)
         return Installation(row.name, row.adapter, command, problem=self._missing(command))
 
     def start(self) -> None:

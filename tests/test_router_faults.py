@@ -313,6 +313,22 @@ def test_n1_wrong_paths_and_methods(rig):
     assert json.loads(nowhere[2])["error"]["type"] == "not_found_error"
 
 
+def test_each_request_is_judged_by_its_own_key(rig):
+    """On one connection, as behind a proxy, a request never profits from the key of the one before."""
+    with ScriptedEngine(plain) as engine:
+        rig.use(engine)
+        odd = b"Host: x\r\nAuthorization: Basic same\r\n"
+        with rig.client() as raw:
+            for fields, wanted in (
+                (b"x-api-key: sk-test\r\n", 200),
+                (b"x-api-key: wrong\r\n", 401),
+                (b"", 401),
+                (b"x-api-key: sk-test\r\n", 200),
+            ):
+                raw.send(b"POST /v1/completions HTTP/1.1\r\n" + odd + fields + b'Content-Length: 13\r\n\r\n{"model":"m"}')
+                assert raw.answer()[0] == wanted
+
+
 def test_keys_may_be_left_out_where_they_are_not_required(rig):
     """keys: none serves anybody."""
     with ScriptedEngine(plain) as engine:

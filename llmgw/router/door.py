@@ -83,7 +83,7 @@ class Door:
 
     # What the connections call.
 
-    def head(self, request: Request) -> None:
+    def head(self, connection: ServerConnection, request: Request) -> None:
         """Judge a request by its head alone, so that a large body is not read for nothing."""
         request.call = call = find_call(request.path)
         if call is None:
@@ -92,18 +92,24 @@ class Door:
             allowed = call.method.decode()
             raise Refusal(405, "method_not_allowed", f"{call.path.decode()} is called with {allowed}.", allow=allowed)
         if call.path not in (b"/health", b"/ready"):
-            request.context = self._caller(request)
+            request.context = self._caller(connection, request)
 
-    def _caller(self, request: Request) -> Caller | None:
-        given = request.ours.get(b"authorization", b"")
-        token = given[7:].strip() if given[:7].lower() == b"bearer " else request.ours.get(b"x-api-key", b"")
-        caller = self.routes.caller(hashlib.sha256(token).hexdigest()) if token else None
+    def _caller(self, connection: ServerConnection, request: Request) -> Caller | None:
+        authorization, bare = request.ours.get(b"authorization", b""), request.ours.get(b"x-api-key", b"")
+        known = connection.known
+        if known is not None and known[:3] == (authorization, bare, self.routes):
+            caller: Caller | None = known[3]  # a client's next request has the same key, mostly
+        else:
+            token = authorization[7:].strip() if authorization[:7].lower() == b"bearer " else bare
+            caller = self.routes.caller(hashlib.sha256(token).hexdigest()) if token else None
+            if caller is not None:
+                connection.known = (authorization, bare, self.routes, caller)
         if caller is not None:
             entry = caller.entry
             if entry.expires is not None and entry.expires < time.time():
                 raise Refusal(401, "key_expired", f"The API key {entry.name or entry.id} has expired.")
         elif self.routes.table.keys_required:
-            if not token:
+            if not authorization and not bare:
                 raise Refusal(401, "key_missing", "An API key is needed: send `Authorization: Bearer KEY`.")
             raise Refusal(401, "invalid_api_key", "This API key is not known here, or it has been revoked.")
         return caller

@@ -89,12 +89,12 @@ def error_event(shape: str, refusal: Refusal) -> bytes:
     return b"data: " + _encode({"error": error}) + b"\n\n"
 
 
+_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
 def reason_phrase(status: int) -> bytes:
     """The words after the status code; nobody reads them, but the grammar wants the space before them."""
-    try:
-        return HTTPStatus(status).phrase.encode()
-    except ValueError:
-        return b""
+    return _PHRASES.get(status, b"")
 
 
 def error_head(refusal: Refusal) -> list[tuple[bytes, bytes]]:

@@ -77,7 +77,7 @@ class App(Protocol):
     keep_alive: float
     connections: set[ServerConnection]
 
-    def head(self, request: Request) -> None:
+    def head(self, connection: ServerConnection, request: Request) -> None:
         """Judge a request by its head. @raise Refusal: it is answered by that, if possible without reading the body."""
 
     def begin(self, connection: ServerConnection, request: Request) -> Work | None:
@@ -94,13 +94,14 @@ class ServerConnection(asyncio.Protocol):
     """One client's connection.
 
     @ivar deadline: monotonic time at which C{expire} is due; the sweep in C{router/worker.py} watches it.
+    @ivar known: whatever the app knows of this client from its last request.
     @ivar moved: counts what comes and goes. The sweep compares it with C{swept}; if they differ, the deadline starts again
         with C{grace}.
     """
 
     __slots__ = (
         "_ahead", "_app", "_building", "_closing", "_deaf", "_field_count", "_head_bytes", "_leaving", "_parser", "_ready",
-        "_request", "_twice", "deadline", "grace", "moved", "peer", "swept", "transport", "work", "write",
+        "_request", "_twice", "deadline", "grace", "known", "moved", "peer", "swept", "transport", "work", "write",
     )  # fmt: skip
 
     def __init__(self, app: App) -> None:
@@ -120,6 +121,7 @@ class ServerConnection(asyncio.Protocol):
         self.moved = self.swept = 0
         self.grace = math.inf
         self.deadline = math.inf
+        self.known: Any = None
         self.peer = ""
 
     # What the loop calls.
@@ -216,7 +218,7 @@ class ServerConnection(asyncio.Protocol):
         self._building, self._request = None, request
         try:
             self._check(request)
-            self._app.head(request)
+            self._app.head(self, request)
         except Refusal as refusal:
             request.refusal = refusal
             if request.expects or request.length is None or request.length > SMALL_BODY or refusal.status in (400, 431, 505):

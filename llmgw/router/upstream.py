@@ -93,10 +93,10 @@ class EngineConnection(asyncio.Protocol):
         self.reused = False
         self.closing = False
         self.idle_since = 0.0
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._reset()
 
     def _reset(self) -> None:
-        self._parser: Any = httptools.HttpResponseParser(self)
         self._fields: list[Field] = []
         self._pieces: list[bytes] = []
         self._framing = ""

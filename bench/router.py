@@ -105,8 +105,8 @@ def cpu(pid: int) -> float:
 
 
 def rss(pid: int) -> float:
-    """Megabytes, of the largest process in the tree: of llmgw the worker."""
-    sizes = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{one}/status").read_text()) for one in tree(pid)]
+    """Megabytes, of what does the work: the largest child where there is one (of llmgw and nginx the worker)."""
+    sizes = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{one}/status").read_text()) for one in tree(pid)[1:] or [pid]]
     return max(int(found[1]) for found in sizes if found) / 1024
 
 

@@ -98,7 +98,7 @@ def test_replica_that_dies_before_its_first_event(rig):
                 assert raw.answer()[::2] == (200, b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("status", [b"502 Bad Gateway", b"503 Busy", b"504 Slow", b"401 Who", b"403 No"])
+@pytest.mark.parametrize("status", [b"429 Full", b"502 Bad Gateway", b"503 Busy", b"504 Slow", b"401 Who", b"403 No"])
 def test_replica_that_turns_away(rig, status):
     """Answers that speak of the replica, not of the request, are not the client's as long as there is another one."""
     with ScriptedEngine(answering(status)) as bad, ScriptedEngine(plain) as good:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from llmgw.router.door import Door
 
 EXTRA_TRIES = 2
-RETRIED = frozenset((502, 503, 504))
+RETRIED = frozenset((429, 502, 503, 504))
 QUEUED, CONNECT, FIRST_TOKEN, FLOWING, OVER = "queued", "connect", "first_token", "flowing", "over"
 _monotonic = time.monotonic
 

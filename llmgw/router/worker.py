@@ -167,7 +167,13 @@ class Worker:
     # The channel.
 
     def told(self, message: Message) -> None:
-        """The server has said something."""
+        """The server has said something. A message that cannot be used must not cost the channel."""
+        try:
+            self._obey(message)
+        except Exception:
+            self.log.failure("A {type} message of the server could not be used", type=message["type"])
+
+    def _obey(self, message: Message) -> None:
         match message["type"]:
             case "table":
                 self._read_table()

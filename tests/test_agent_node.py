@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -520,15 +521,16 @@ async def test_full_disk(rigs, monkeypatch):
 
 
 @pytest_twisted.ensureDeferred
-async def test_little_room_is_refused_with_figures(rigs, monkeypatch):
+async def test_little_room_is_refused_with_figures(rigs, monkeypatch, tmp_path):
     """The free space is looked at before anything is written."""
-    monkeypatch.setattr("llmgw.agent.checks.DISK_NEEDED", 2**62)
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: used._replace(total=2**40, free=2**20))
     rig = rigs()
     await rig.start()
     rig.order(wanted := order(FAKE))
     done = await rig.done(wanted.operation)
     assert done.error == "disk_full"
-    assert f"are free under {rig.path}, " in done.result["text"]
+    assert f"1.0 MiB are free under {rig.path}, 32.0 MiB are needed" in done.result["text"]
 
 
 @pytest_twisted.ensureDeferred

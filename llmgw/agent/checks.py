@@ -142,9 +142,10 @@ class Checks:
             raise CannotStart("invalid", "; ".join(map(str, problems)))
 
     def _check_disk(self, state: Path) -> None:
-        free = shutil.disk_usage(state).free
-        if free < DISK_NEEDED:
-            text = f"{show_size(free)} are free under {state}, {show_size(DISK_NEEDED)} are needed for an engine's output"
+        there = shutil.disk_usage(state)
+        needed = min(DISK_NEEDED, there.total // 8)
+        if there.free < needed:
+            text = f"{show_size(there.free)} are free under {state}, {show_size(needed)} are needed for an engine's output"
             raise CannotStart("disk_full", f"{text}: free some space on {self.settings.node}")
 
     def _check_devices(self, order: ShardOrder) -> None:

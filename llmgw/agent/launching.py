@@ -101,7 +101,7 @@ def write_launch(
             "invalid", f"engine {intent.installation} takes secrets in files, which user {user['name']} cannot read"
         )
     folder.create()
-    folder.write("intent.json", intent)
+    folder.write_intent(intent)
     paths = write_secrets(folder.path, launch)
     (work := folder.path / "work").mkdir(mode=0o700, exist_ok=True)
     who = {"HOME": user["home"], "USER": user["name"], "LOGNAME": user["name"]} if user else {}

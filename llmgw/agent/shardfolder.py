@@ -1,6 +1,7 @@
 """What the agent knows of its shards on disk: one folder per shard, in it one per attempt. Folders 0700, files 0600.
 
     STATE/shards/SHARD/ATTEMPT/intent.json   what was ordered and how it is reached, before anything is started
+                               key           the engine's secret, apart from what people look at
                                launch.json   for the shim, which removes it when it begins
                                run.json      by the shim: who it and the engine are
                                exit.json     by the shim: how the engine ended
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from twisted.logger import Logger
 
 from llmgw.agent.output import disk_usage
@@ -132,7 +133,21 @@ class AttemptFolder:
 
     def intent(self) -> Intent | None:
         """What this attempt was started for."""
-        return self._value("intent.json", Intent)
+        found = self._value("intent.json", Intent)
+        try:
+            return found and evolve(found, key=(self.path / "key").read_text().strip())
+        except OSError:
+            return found
+
+    def write_intent(self, intent: Intent) -> None:
+        """Write it, and its key into a file of its own.
+
+        @raise OSError: it cannot be written.
+        """
+        if intent.key:
+            with open(self.path / "key", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(intent.key + "\n")
+        self.write("intent.json", evolve(intent, key=""))
 
     def outcome(self) -> Outcome | None:
         """How it ended, None while it has not or nobody has judged yet."""

@@ -150,7 +150,7 @@ class Supervisor:
             return
         self.intent = evolve(self.intent, order=order)
         if not self.is_over:
-            self._note("intent.json", self.intent)
+            self._note(self.folder.write_intent, self.intent)
 
     def report(self) -> ShardReport:
         """As it is now; the serial grows when anything differs from the last report."""
@@ -163,7 +163,7 @@ class Supervisor:
         """Show C{state}, tell the node, and write it down where the next agent must know it."""
         before, self.state, self.reason, self.since = self.state, state, reason, self._around.clock()
         if state in (ShardState.READY, ShardState.DRAINING):
-            self._note("state.json", Reached(state, self.since))
+            self._note(self.folder.write, "state.json", Reached(state, self.since))
         if self.is_over:
             self._write_outcome()
             self._let_go()
@@ -357,16 +357,17 @@ class Supervisor:
         if self.refused:
             self.folder.remove()
             return
-        self._note("intent.json", self.intent)
-        self._note("outcome.json", Outcome(self.state, self.reason, self.exit or ShardExit(), self.diagnosis, self.since))
+        self._note(self.folder.write_intent, self.intent)
+        outcome = Outcome(self.state, self.reason, self.exit or ShardExit(), self.diagnosis, self.since)
+        self._note(self.folder.write, "outcome.json", outcome)
 
-    def _note(self, name: str, value: object) -> None:
+    def _note(self, write: Callable[..., None], *values: object) -> None:
         """On disk if it can be; a full disk must not keep anybody from being told."""
         try:
             self.folder.create()
-            self.folder.write(name, value)
+            write(*values)
         except OSError as error:
-            self.log.error("cannot write {name} of {shard}: {error}", name=name, shard=self.folder.shard, error=str(error))
+            self.log.error("cannot note what becomes of {shard}: {error}", shard=self.folder.shard, error=str(error))
 
     # Jobs: coroutines that end with the attempt.
 

@@ -121,6 +121,16 @@ async def test_apply_diffs_checks_and_keeps(rig_of):
 
 
 @pytest_twisted.ensureDeferred
+async def test_what_an_engine_would_refuse_is_refused_at_apply(rig_of):
+    """In milliseconds, with the model's name, and nothing is changed."""
+    rig = await rig_of(model("m", 0))
+    bad = YAML.format(count=1).replace("argv: [run", "argv: [run, '--x={weight}'")
+    no = await refused(rig.post("/v1/apply", text=bad, path="f"))
+    assert no.code == "invalid" and no.problems[0].startswith("models.m") and "{weights}" in no.problems[0]
+    assert rig.server.controller.truth.catalog_revision == 1
+
+
+@pytest_twisted.ensureDeferred
 async def test_a_removed_model_is_drained(rig_of):
     """--allow-removals is an order, carried out in the same commit as the catalog."""
     rig = await rig_of(model("m", 1), model("n", 0))

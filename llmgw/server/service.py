@@ -198,7 +198,7 @@ class Server(Service):
         """The start of a server on SQLite makes its file's models a revision."""
         await self.keys.recover(self.workers.table)
         try:
-            done = await self.catalogs.apply(self.settings.catalog, f"start with {self.settings.path}")
+            done = await self.catalogs.apply(self.settings.catalog, f"start with {self.settings.path}", lenient=True)
         except StoreError:
             raise
         except LlmgwError as error:

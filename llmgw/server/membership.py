@@ -67,10 +67,11 @@ class Membership:
         told = Told({report.shard: report for report in register.shards}, register.epoch, 0)
         self.present[node] = Present(session, register, register.facts, told, expires)
         self.last[node] = told
+        # Only a node's first word tells of an earlier leadership: when it comes again it has seen ours.
+        self.history = self.history or (register.epoch > 0 and node not in self.reported)
         self.reported.add(node)
         self.left_at.pop(node, None)
         self.left.pop(node, None)
-        self.history = self.history or register.epoch > 0
         self._news()
 
     def report(self, node: str, session: str, message: Report) -> None:

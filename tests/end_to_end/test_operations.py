@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.fleet import fake_model, processes, until
+from tests.end_to_end.fleet import QUICK, fake_model, processes, until
 
 
 @pytest.fixture
@@ -132,3 +132,18 @@ def test_no_engine_key_is_seen_anywhere(serving):
     seen += " ".join(processes(str(serving.folder)).values())
     for key in keys:
         assert key not in seen
+
+
+def test_zero_replicas_after_an_adoption(fleet):
+    """The order counts at once, also for an engine whose agent has just come back, however new the store is."""
+    fleet.write_server(fake_model("m", 1), timing=f"{QUICK}, failover_grace: 60s".replace("failover_grace: 5s, ", ""))
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    fleet.ready()
+    serving = fleet
+    serving.end("n1", signal.SIGKILL)
+    serving.start_agent("n1")
+    until(lambda: serving.status()["nodes"][0]["state"] == "ready" and serving.ready(), "adopted")
+    serving.llmgw("apply", str(serving.write_server(fake_model("m", 0), timing=QUICK)))
+    until(lambda: not [s for s in serving.shards() if s.get("pid")], "stopped", 15)

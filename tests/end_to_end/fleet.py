@@ -244,7 +244,7 @@ class RealFleet:
         """The shards of a model once C{count} of them are ready."""
 
         def look() -> list[dict[str, Any]] | None:
-            found = [shard for shard in self.shards(model) if shard["state"] == "ready"]
+            found = [shard for shard in self.shards(model) if shard["state"] == "ready" and shard["pid"]]
             return found if len(found) >= count else None
 
         return until(look, f"{count} ready of {model}", seconds)

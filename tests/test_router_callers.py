@@ -165,6 +165,18 @@ def test_sleeping_model_is_waited_for(rig):
         assert [answer[0] for answer in asking.join()] == [200] * 3
 
 
+def test_k6_request_that_is_earlier_than_the_table(rig):
+    """K6: a request that comes a moment before the table with the model's first replica is answered all the same."""
+    rig.use()
+    asking = Asking(rig, 3)
+    until(lambda: waiting(rig) == 3)
+    gate = Gate()
+    gate.open.release(3)
+    with ScriptedEngine(gate) as engine:
+        rig.use(engine)
+        assert [answer[0] for answer in asking.join()] == [200] * 3
+
+
 def test_model_limit_over_its_replicas(rig):
     """max_in_flight bounds a model whatever its replicas could take."""
     gate = Gate()

@@ -46,7 +46,8 @@ class NodeEquipment:
         self._loop.start(EVERY, now=False)
 
     def end(self) -> None:
-        """Look no more."""
+        """Look and ask no more."""
+        self._installations.stop()
         if self._loop.running:
             self._loop.stop()
 

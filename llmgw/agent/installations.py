@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import evolve
-from twisted.internet.defer import Deferred, DeferredLock
+from twisted.internet.defer import CancelledError, Deferred, DeferredLock
 from twisted.logger import Logger
 
 from llmgw.agent.child import ChildFailed, run_child
@@ -68,7 +68,7 @@ class Installations:
         self._deadline = deadline
         self._one_at_a_time = DeferredLock()
         self._answers: dict[str, str] = {}
-        self._asking: set[str] = set()
+        self._asking: dict[str, Deferred[None]] = {}
         self._found = {row.name: self._installation(row) for row in [*self._defaults(engines), *engines]}
 
     def _defaults(self, engines: Sequence[EngineSettings]) -> list[EngineSettings]:
@@ -110,6 +110,12 @@ class Installations:
             self._ask_quietly(installation, "version")
             self._ask_quietly(installation, "flags")
 
+    def stop(self) -> None:
+        """Ask no more; what is asked now is killed."""
+        for asked in list(self._asking.values()):
+            asked.cancel()
+        self._asking.clear()
+
     def all(self) -> tuple[Installation, ...]:
         """The engines as known now."""
         return tuple(self._found.values())
@@ -128,8 +134,8 @@ class Installations:
         if key in self._answers:
             self._take(installation, what)
         elif not installation.problem and key not in self._asking:
-            self._asking.add(key)
-            asked = Deferred.fromCoroutine(self._ask(installation, what, key))
+            asked = self._asking[key] = Deferred.fromCoroutine(self._ask(installation, what, key))
+            asked.addErrback(lambda failure: failure.trap(CancelledError))
             asked.addErrback(lambda failure: self.log.failure("while asking {name}", failure, name=installation.name))
 
     async def _ask(self, installation: Installation, what: str, key: str) -> None:
@@ -145,7 +151,7 @@ class Installations:
             self.log.warn("{name}: its {what} is unknown: {error}", name=installation.name, what=what, error=str(error))
             return
         finally:
-            self._asking.discard(key)
+            self._asking.pop(key, None)
             self._one_at_a_time.release()
         if output.status:
             last = (output.text.strip().splitlines() or [""])[-1][:200]

@@ -42,6 +42,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     why: str
     status: int
     outcome: str
+    reason: str
     retries: int
     queue_ms: float | None
     ttft_ms: float | None
@@ -120,6 +121,7 @@ class AccessLog:
             exchange.why,
             exchange.status,
             exchange.outcome,
+            exchange.reason,
             exchange.retries,
             round((exchange.queued - began) * 1000, 2) if exchange.queued else None,
             round((exchange.first - began) * 1000, 2) if exchange.first else None,

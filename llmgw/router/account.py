@@ -85,7 +85,7 @@ class Accounts:
         cells = self._cells.get((model, replica))
         if cells is None:
             cells = self._cells[model, replica] = _Cells(self.metrics, model, replica)
-        how = (exchange.status, exchange.outcome)
+        how = (exchange.status, exchange.reason or exchange.outcome)
         ended = cells.ended.get(how)
         if ended is None:
             ended = cells.ended[how] = self.metrics.requests.cell(model, replica, str(how[0]), how[1])

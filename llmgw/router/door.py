@@ -180,13 +180,13 @@ class Door:
                 if fallback is not None and fallback.upstreams:
                     return fallback
             self.on_demand(served)
-            if not served.config.on_demand:
-                reason = served.config.reason or "no replica is ready"
-                raise Refusal(503, "not_ready", f"{served.name} is not ready: {reason}.", retry_after=served.config.retry_after)
         return served
 
     def nothing(self, served: Served, why: str, tried: list[Upstream]) -> Refusal:
         """Why none of a model's endpoints can be tried (the word is one of L{choose.Group.choose})."""
+        if not served.upstreams:
+            reason = served.config.reason or "no replica is ready"
+            return Refusal(503, "not_ready", f"{served.name} is not ready: {reason}.", retry_after=served.config.retry_after)
         if why == "open":
             wait = min(up.breaker.blocked_until for up in served.upstreams) - _monotonic()
             text = f"All replicas of {served.name} have failed repeatedly and are left alone for a while."

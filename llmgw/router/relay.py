@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from llmgw.router.door import Door
 
 EXTRA_TRIES = 2
+SETTLE = 0.3
 RETRIED = frozenset((429, 502, 503, 504))
 QUEUED, CONNECT, FIRST_TOKEN, FLOWING, OVER = "queued", "connect", "first_token", "flowing", "over"
 _monotonic = time.monotonic
@@ -44,6 +45,7 @@ class Exchange:
     @ivar state: C{queued}, C{connect}, C{first_token}, C{flowing}, C{over}.
     @ivar outcome: how it ended, for metrics and the log: C{done}, C{client_gone}, C{upstream_error}, C{timeout}, C{refused} or
         C{cut}.
+    @ivar reason: the code of the error that it was answered with, or its stream ended with; empty if it was none of ours.
     @ivar phase: the state in which it ended.
     @ivar why: why this endpoint (see router/choose.py).
     @ivar retries: how many endpoints failed it before, the last time because of C{cause}.
@@ -53,7 +55,7 @@ class Exchange:
     __slots__ = (
         "_answer", "_budgeted", "_connection", "_door", "_fresh", "_grant", "_hint", "_moved", "_paused", "_task", "_tried",
         "_waiter", "answer_id", "body", "call", "caller", "cause", "client", "ended", "first", "outcome", "phase", "queued",
-        "request", "retries", "sent", "served", "size", "state", "status", "upstream", "usage", "why",
+        "reason", "request", "retries", "sent", "served", "size", "state", "status", "upstream", "usage", "why",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +79,7 @@ class Exchange:
         self.answer_id = door.next_id()
         self.upstream: Upstream | None = None
         self.state = QUEUED
-        self.why = self.outcome = self.cause = self.phase = ""
+        self.why = self.outcome = self.cause = self.phase = self.reason = ""
         self.status = self.retries = 0
         self.queued = self.sent = self.first = self.ended = 0.0
         self.usage: Usage | None = None
@@ -105,6 +107,7 @@ class Exchange:
             if not self.served.upstreams or line.crowded() or not self._take():
                 self._get_in_line()
         except Refusal as refusal:
+            self.reason = refusal.code
             self._finish("refused", refusal.status)
             raise
 
@@ -130,11 +133,15 @@ class Exchange:
         self._connect(now)
 
     def _get_in_line(self) -> None:
-        line = self.served.line
+        served, line = self.served, self.served.line
         high = self.caller is not None and self.caller.high
-        self._waiter = line.wait(high, self._door.timeouts.queue, self._turn, self._turned_out)
+        # Who has just been told that a model is ready may be here before the table is.
+        patience = self._door.timeouts.queue if served.upstreams or served.config.on_demand else SETTLE
+        self._waiter = line.wait(high, patience, self._turn, self._turned_out)
         if self._waiter is None:
-            text = f"All replicas of {self.served.name} are busy and as many requests wait as may."
+            if not served.upstreams:
+                raise self._door.nothing(served, "none", self._tried)
+            text = f"All replicas of {served.name} are busy and as many requests wait as may."
             raise Refusal(429, "queue_full", text, retry_after=line.retry_after())
         self._wait(QUEUED, float("inf"), 0.0)
 
@@ -154,7 +161,9 @@ class Exchange:
     def _turned_out(self, reason: str) -> None:
         self._waiter = None
         name, after = self.served.name, self.served.line.retry_after()
-        if reason == "timeout":
+        if reason == "timeout" and not self.served.upstreams and not self.served.config.on_demand:
+            self._refuse("refused", self._door.nothing(self.served, "none", self._tried))
+        elif reason == "timeout":
             text = f"No replica of {name} had room within {self._door.timeouts.queue:g} s (timeouts.queue)."
             if not self.served.upstreams:
                 reason = self.served.config.reason or "it is starting"
@@ -168,6 +177,7 @@ class Exchange:
 
     def _refuse(self, outcome: str, refusal: Refusal) -> None:
         """Answer with an error of ours."""
+        self.reason = refusal.code
         self._finish(outcome, refusal.status)
         self.client.refuse(self.request, refusal)
 
@@ -338,6 +348,7 @@ class Exchange:
         assert answer is not None
         if not client.transport.is_closing():
             client.write(answer.last_words(error_event(self.call.shape, refusal)))
+        self.reason = refusal.code
         self._finish(outcome)
         if answer.chunked or answer.plain:
             client.transport.close()

@@ -32,6 +32,7 @@ from llmgw.server.usage import UsageSpool
 from llmgw.server.workers import RouterWorkers
 from llmgw.store.errors import StoreError
 from llmgw.store.lease import SqliteLeadership
+from llmgw.store.lockfile import LockFile
 from llmgw.store.sql import SqlStore
 from llmgw.wire.tls import TlsIdentity, read_identity
 
@@ -57,6 +58,7 @@ class Server(Service):
         self._is_up = False
         self._starting: Deferred[None] | None = None
         self._identity: TlsIdentity | None = None
+        self._lock = LockFile(settings.state / "server.lock")
         self.settings = settings
         self.workers = workers or RouterWorkers(reactor, settings.router, settings.state)
         self.port: FleetPort | None = None
@@ -135,6 +137,7 @@ class Server(Service):
         try:
             self._listen()
         except (LlmgwError, OSError) as error:
+            self._at_once = True
             give_up(self._reactor, f"llmgw-server cannot start: {error}")
             return
         self._starting = Deferred.fromCoroutine(self._start())
@@ -142,6 +145,8 @@ class Server(Service):
 
     def _listen(self) -> None:
         self.settings.state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Before the router: it would take over the sockets of the server whose folder this is.
+        self._lock.take()
         if self.settings.fleet is not None:
             self._identity = read_identity(self.settings.fleet.tls, "server")
             self._build(self._identity.own.fleet, self._identity.own.name)
@@ -156,6 +161,7 @@ class Server(Service):
             return
         if not failure.check(LlmgwError):
             self.log.failure("while starting", failure)
+        self._at_once = True  # no server will come that its workers could be waiting for
         give_up(self._reactor, f"llmgw-server cannot start: {failure.value}")
 
     async def _start(self) -> None:
@@ -224,6 +230,7 @@ class Server(Service):
         first.append(self.usage.stop())
         await self._bounded(DeferredList(first, consumeErrors=True), "the links and the lease")
         await self._bounded(self.store.close(), "the store")
+        self._lock.release()
 
     async def _bounded(self, work: Deferred[Any], what: str) -> None:
         work.addTimeout(STOP_WITHIN / 2, self._reactor)

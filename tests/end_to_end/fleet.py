@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 BIN = Path(sys.executable).parent
 PATIENCE = 20.0
+GIVEN: set[int] = set()
 
 
 T = TypeVar("T")
@@ -47,12 +48,13 @@ def until(found: Callable[[], T], what: str = "", seconds: float = PATIENCE) -> 
 def free_ports(count: int) -> list[int]:
     """Ports that are free now, below the ephemeral range, spread by pid so that parallel runs seldom meet."""
     found: list[int] = []
-    first = 12000 + os.getpid() * 37 % 15000
+    first = max(GIVEN, default=12000 + os.getpid() * 37 % 15000) + 1
     for port in range(first, 31000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == count:
+            GIVEN.add(found[-1])
             return found
     raise AssertionError("no free ports")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -128,13 +129,9 @@ def test_a_full_disk_stops_nothing(fleet, tiny_disk):
     fleet.start_agent("n1")
     before = fleet.ready()[0]
     filler = tiny_disk / "filler"
-    with open(filler, "wb") as file:
-        try:
-            while True:
-                file.write(b"x" * 4096)
-                file.flush()
-        except OSError:
-            pass
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
     assert fleet.ask()[0] == 200
     answer = fleet.llmgw("key", "create", "x", code=None)
     until(lambda: "disk" in answer or "space" in answer or "disk" in fleet.log("server"), "the server names the disk")

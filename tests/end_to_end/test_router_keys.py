@@ -17,6 +17,14 @@ def client(fleet: RealFleet, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{fleet.router}/v1", api_key=key, max_retries=0, timeout=20)
 
 
+def refused(one: openai.OpenAI) -> bool:
+    try:
+        one.models.list()
+    except openai.AuthenticationError:
+        return True
+    return False
+
+
 MESSAGE = [{"role": "user", "content": "x"}]
 
 
@@ -31,8 +39,9 @@ def test_keys_are_made_used_and_revoked(fleet):
         client(fleet, "sk-wrong").models.list()
     key = re.search(r"llmgw[_-]\S+", fleet.llmgw("key", "create", "alice"))[0]
     good = client(fleet, key)
+    until(lambda: not refused(good), "the key is in force", 5)
     assert [model.id for model in good.models.list()] == ["m"]
-    answer = until(lambda: good.chat.completions.create(model="m", messages=MESSAGE), "the key is in force")
+    answer = good.chat.completions.create(model="m", messages=MESSAGE)
     assert answer.choices[0].message.content
     pieces = [
         event.choices[0].delta.content or ""
@@ -45,15 +54,7 @@ def test_keys_are_made_used_and_revoked(fleet):
     assert key not in fleet.llmgw("key", "list")
     (row,) = json.loads(fleet.llmgw("key", "list", "--json"))["keys"]
     fleet.llmgw("key", "revoke", row["id"])
-
-    def refused() -> bool:
-        try:
-            good.models.list()
-        except openai.AuthenticationError:
-            return True
-        return False
-
-    until(refused, "revoked", 5)
+    until(lambda: refused(good), "revoked", 5)
 
 
 def test_an_open_address_without_keys_is_refused(fleet):

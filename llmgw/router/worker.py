@@ -343,7 +343,11 @@ def main() -> None:
     chosen = options(sys.argv[1:])
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    worker = Worker(loop, chosen)
+    try:
+        worker = Worker(loop, chosen)
+    except Absent as error:
+        # The server that started us has ended meanwhile and taken its shared files along.
+        sys.exit(f"llmgw router worker: {error}")
     loop.add_signal_handler(signal.SIGTERM, worker.stop, False)
     loop.add_signal_handler(signal.SIGINT, worker.stop, True)
     loop.run_until_complete(worker.start(chosen.channel))

@@ -63,7 +63,7 @@ def _cover(draft: Draft, record: ShardRecord, node: str) -> None:
 
 
 def _missing(draft: Draft, record: ShardRecord, told: Told) -> None:
-    if not draft.world.fresh(told, record.placed_revision) and not (_seen(record) and not told.complete):
+    if not (_seen(record) or draft.world.fresh(told, record.placed_revision)):
         return
     if record.wanted is not Wanted.RUN or record.state not in _RESTING:
         node = record.allocation.node if record.allocation else ""
@@ -75,7 +75,7 @@ def _missing(draft: Draft, record: ShardRecord, told: Told) -> None:
 
 
 def _seen(record: ShardRecord) -> bool:
-    """Whether its node has said before that this attempt runs: then a registration without it is news, too."""
+    """Whether its node has said before that this attempt runs: then whatever it says without it is news."""
     return record.url != "" or (record.state.live and record.state is not ShardState.UNKNOWN)
 
 

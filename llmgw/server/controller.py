@@ -98,6 +98,7 @@ class Controller:
         self._took = 0.0
         self._expires: dict[str, float] = {}
         self._broken: dict[str, str] = {}
+        self._to_route: list[Deferred[None]] = []
         self.clocks = clocks or Clocks()
         self.name = name
         self.timing = timing
@@ -144,6 +145,9 @@ class Controller:
         if self._call is not None:
             self._call.cancel()
             self._call = None
+        waiting, self._to_route = self._to_route, []
+        for each in waiting:
+            each.callback(None)
 
     def touch(self) -> None:
         """Something happened: plan soon, once for all that happens until then. A plan that took long is given more time to come
@@ -294,10 +298,20 @@ class Controller:
         """Tell routers and nodes what is in force. Routers first: an order to drain waits for them."""
         truth = self.truth
         self.routing.publish(truth, self.members, self.outcome, self.leadership.epoch)
+        waiting, self._to_route = self._to_route, []
+        for each in waiting:
+            self.routing.when_current().chainDeferred(each)
         wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing)
         if self.emission.port is not None:
             self.emission.port.expected = len(truth.nodes)
         self.emission.send(wanted, {name: here.session for name, here in self.members.present.items()}, truth.revision)
+
+    def when_routed(self) -> Deferred[None]:
+        """Fires when all routers route by what is in force after the next plan; or after a while, with a warning in the log."""
+        waiting: Deferred[None] = Deferred()
+        self._to_route.append(waiting)
+        self.touch()
+        return waiting
 
     def change(self, make: Callable[[], Iterable[Change]]) -> Deferred[int]:
         """What an operator changes: see L{Commits.change}. A plan follows."""

@@ -29,7 +29,7 @@ class Keys:
         self._controller = controller
 
     def create(self, name: str, **limits: Any) -> Deferred[tuple[KeyRecord, str]]:
-        """A new key; its text is returned this once and nowhere kept.
+        """A new key, good when this fires; its text is returned this once and nowhere kept.
 
         @param limits: fields of L{KeyRecord}; C{expires} an instant.
         """
@@ -40,6 +40,7 @@ class Keys:
         text = f"{number}.{secrets.token_urlsafe(SECRET_BYTES)}"
         record = KeyRecord(number, name, key_digest(text), self._controller.clocks.wall(), **limits)
         await self._controller.change(lambda: [record])
+        await self._controller.when_routed()
         return record, text
 
     def recover(self, table: Table | None) -> Deferred[int]:
@@ -57,8 +58,8 @@ class Keys:
         """All keys, the oldest first."""
         return sorted(self._controller.truth.keys.values(), key=lambda record: (record.created, record.id))
 
-    def revoke(self, number: str) -> Deferred[int]:
-        """Refuse this key from now on.
+    def revoke(self, number: str) -> Deferred[None]:
+        """Refuse this key; when this fires, every router does.
 
         @raise NoSuchKey: there is none.
         """
@@ -69,7 +70,7 @@ class Keys:
                 raise NoSuchKey(f"no key has the id {number}: see llmgw key list")
             return [] if record.revoked else [evolve(record, revoked=self._controller.clocks.wall())]
 
-        return self._controller.change(make)
+        return self._controller.change(make).addCallback(lambda _: self._controller.when_routed())
 
 
 def _recovered(entry: KeyEntry, now: float) -> KeyRecord:

@@ -96,6 +96,11 @@ class Routing:
             self._published = True
         self._follow_leaving(truth)
 
+    def when_current(self) -> Deferred[None]:
+        """Fires when every router routes by the table in force, at the latest after L{PATIENCE}."""
+        version = self.before.version if self.before is not None else 0
+        return self._routers.when_routing(version, self.PATIENCE).addErrback(self._late).addCallback(lambda _: None)
+
     def _secret(self, path: str) -> str:
         if path not in self._secrets:
             self._secrets[path] = Path(path).read_text(encoding="utf-8").strip()

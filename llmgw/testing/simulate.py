@@ -234,6 +234,7 @@ class SimPort:
         agent.session = session
         agent.say = lambda message: self._fleet.send(lambda: self._hear(agent.name, session, message))
         self._controller.joined(agent.name, session, register)
+        agent.say(agent.report())
 
     def _hear(self, node: str, session: str, message: Any) -> None:
         if self.links.get(node) != session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 
@@ -70,7 +71,10 @@ def test_an_open_address_without_keys_is_refused(fleet):
 
 def test_a_server_without_profiles_is_only_a_router(fleet):
     """Static endpoints, no fleet section, role router."""
-    (port,) = free_ports(1)
+    # Not one of free_ports: the fleet has the first of them and has not bound them yet.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     engine = subprocess.Popen([sys.executable, "-m", "llmgw.testing.fake_engine", "--port", str(port), "--name", "upstream"])
     try:
         path = fleet.folder / "server.yaml"

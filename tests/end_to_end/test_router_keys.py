@@ -11,7 +11,7 @@ import sys
 import openai
 import pytest
 
-from tests.end_to_end.fleet import RealFleet, fake_model, free_ports, until
+from tests.end_to_end.fleet import RealFleet, fake_model, until
 
 
 def client(fleet: RealFleet, key: str) -> openai.OpenAI:

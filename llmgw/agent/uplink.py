@@ -1,82 +1,56 @@
 """The agent's side of the link: dials the servers for ever and carries what is said between them and the node.
 
-The uplink decides nothing about engines. It tries every address once per round, lets only a leader that the fence allows
-speak to the node, and joins the parts of a desired state. What the node says on a link that has ended goes nowhere: the
-next link begins with a registration, which is complete. Whether the agent is shutting down is asked of this service alone,
-never of a link: a link that broke is told with its cause, whatever else happens at that moment.
+The uplink decides nothing about engines. It tries every address once per round and waits only when a round is over. Whether the
+agent is stopping is known here and nowhere else (C{running}): a link that ends says how it ended, not why the agent acts.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from twisted.application.service import Service
-from twisted.internet.defer import CancelledError, Deferred
-from twisted.internet.task import deferLater
+from twisted.internet.defer import CancelledError, Deferred, succeed
+from twisted.internet.endpoints import TCP4ClientEndpoint, TCP6ClientEndpoint, wrapClientTLS
+from twisted.internet.error import ConnectError, ConnectingCancelledError, ConnectionRefusedError, TimeoutError
+from twisted.internet.interfaces import IAddress, IProtocol, IProtocolFactory
+from twisted.internet.task import LoopingCall, deferLater
 from twisted.logger import Logger
+from zope.interface import implementer
 
-from llmgw.agent.call import Call
 from llmgw.agent.fence import Fence
 from llmgw.agent.inode import INode
+from llmgw.agent.lookup import Lookup, LookupFailed
+from llmgw.agent.rounds import Round, Target
+from llmgw.agent.talk import Applied, Common, Talk
 from llmgw.config.agent import AgentSettings
-from llmgw.config.settings import Address
 from llmgw.fleet.units import show_duration
-from llmgw.wire.agent_end import Ending
+from llmgw.wire.agent_end import AgentCore, Ending, make_agent_link
 from llmgw.wire.backoff import Backoff
-from llmgw.wire.link import Deadlines
-from llmgw.wire.messages import Goaway, Refused
+from llmgw.wire.codec import decode_from_server
+from llmgw.wire.expiry import LOOK_EVERY, ExpiryWatch
+from llmgw.wire.link import Deadlines, Wire
+from llmgw.wire.messages import Bye, Goaway, Refused
 from llmgw.wire.tls import LinkTls, read_identity
 
 __all__ = ["INode", "Uplink"]
 
-MAX_HINTS = 2
+CONNECT_WITHIN = 3.0
 SPREAD = 0.5
-GOODBYE = 1.0
+STOP_WITHIN = 1.0
 DEADLINES = Deadlines()
-ADVICE = {
-    "name_mismatch": ". Set `node:` in agent.yaml to the certificate's name, or use a certificate of the name that is there",
-    "name_in_use": ". Stop the other agent, or give this node a name and a certificate of its own",
-    "revoked": ". An operator removed this node; `llmgw node reset NAME` on the server lets it join again",
-    "wrong_fleet": ". This state folder or certificate belongs to another fleet",
-}
-
-
-class Round:
-    """One turn over all addresses: each once, a hinted one first, and why each failed."""
-
-    def __init__(self, addresses: Sequence[Address]) -> None:
-        self._left = list(addresses)
-        self._hints = 0
-        self.reasons: list[str] = []
-        self.wait = 0.0
-
-    def next(self) -> Address | None:
-        """The next address, None when all have been tried."""
-        return self._left.pop(0) if self._left else None
-
-    def failed(self, address: Address, ending: Ending) -> None:
-        """Note why, and follow the server's word for who leads, among the addresses that are ours and not yet tried."""
-        word = ending.word
-        advice = ADVICE.get(word.reason, "") if isinstance(word, Refused) else ""
-        self.reasons.append(f"{address} {ending.text.rstrip('.')}{advice}")
-        if isinstance(word, Refused):
-            self.wait = max(self.wait, word.retry_after)
-        if isinstance(word, Refused | Goaway) and self._hints < MAX_HINTS:
-            hinted = [address for address in self._left if str(address) in word.addresses]
-            self._hints += bool(hinted)
-            self._left = hinted + [address for address in self._left if address not in hinted]
 
 
 class Uplink(Service):
-    """@param random: uniform in [0, 1), for jitter.
+    """Keeps a link to whoever leads.
 
-    @ivar status: what the daemon shows: linked to whom, or why not.
-    @ivar stop_reason: what the server is told when the agent ends.
+    @ivar stop_reason: what the server is told when this service stops.
     """
 
     log = Logger()
+    stop_reason = "the agent stops"
 
     def __init__(
         self,
@@ -85,116 +59,243 @@ class Uplink(Service):
         node: INode,
         random: Callable[[], float],
         wall: Callable[[], float] = time.time,
+        lookup: Lookup | None = None,
         deadlines: Deadlines = DEADLINES,
     ) -> None:
         self.setName("uplink")
         self._reactor = reactor
         self._settings = settings
-        self._node = node
         self._random = random
-        self._wall = wall
         self._deadlines = deadlines
-        self._fence = Fence(settings.state / "fence")
+        self._lookup = lookup or Lookup(reactor)
         self._backoff = Backoff(random)
+        self._fence = Fence(settings.state / "fence.json")
+        self._common = Common(settings.node, node, self._fence, Applied(), wall)
         self._tls: LinkTls | None = None
-        self._call: Call | None = None
-        self._dialing: Deferred[None] | None = None
-        self.status = "not started"
-        self.stop_reason = "the agent is shutting down"
+        self._talk: Talk | None = None
+        self._waiting: Deferred[Any] | None = None
+        self._resting = False
+        self._spread = SPREAD
+        self._status = "not started"
+        self._over: Deferred[None] = succeed(None)
+        self._watch = ExpiryWatch()
+        self._looking = LoopingCall(self._look_at_certificate)
+        self._looking.clock = reactor
+
+    @property
+    def status(self) -> str:
+        """One line for people: linked to whom, or why not and when the next try is."""
+        return self._talk.status if self._talk else self._status
+
+    def prepare(self) -> None:
+        """Read the certificate and the fence, once; C{startService} does it if nobody has.
+
+        @raise LlmgwError: one sentence; without them no server may be obeyed.
+        """
+        if self._tls is None:
+            self._fence.load()
+            self._tls = LinkTls(read_identity(self._settings.tls, "node"))
+            if self._tls.own.name != self._settings.node:
+                self.log.error(
+                    "{node}: our certificate is {certificate}'s: no server will take us",
+                    node=self._settings.node,
+                    certificate=str(self._tls.own),
+                )
 
     def startService(self) -> None:
         """Begin to dial.
 
-        @raise LlmgwError: the certificate, the key or the fence cannot be used.
+        @raise LlmgwError: see L{prepare}.
         """
-        self._tls = LinkTls(read_identity(self._settings.tls, "node"))
-        self._fence.load()
+        self.prepare()
         super().startService()
-        self._dialing = Deferred.fromCoroutine(self._dial_for_ever())
-        self._dialing.addErrback(self._ended)
-
-    def _ended(self, failure: Any) -> None:
-        if not (failure.check(CancelledError) and not self.running):
-            self.log.failure("the uplink has stopped dialing; restart the agent", failure)
+        self._looking.start(LOOK_EVERY)
+        self._over = Deferred.fromCoroutine(self._run())
+        self._over.addErrback(lambda failure: self.log.failure("the uplink failed and no longer dials", failure))
 
     def stopService(self) -> Deferred[None]:
-        """Say goodbye and go: at most a second, however the peer behaves."""
+        """Take leave of the server, if there is one; done within little more than a second, whatever it does."""
         super().stopService()
-        return Deferred.fromCoroutine(self._stop())
+        if self._looking.running:
+            self._looking.stop()
+        over: Deferred[None] = Deferred()
+        self._over.addCallback(lambda _: over.callback(None))
+        if self._talk is not None:
+            self._talk.link.end(Bye(self.stop_reason, tuple(self._running_shards())), STOP_WITHIN)
+        elif self._waiting is not None:
+            self._waiting.cancel()
+        return over
 
-    async def _stop(self) -> None:
-        if self._call is not None:
-            await self._call.leave(self.stop_reason, GOODBYE)
-        if self._dialing is not None:
-            self._dialing.cancel()
-        self.status = "stopped"
+    def reload(self, settings: AgentSettings) -> None:
+        """Dial these servers with the certificate that is in the files now; a link that is up stays.
 
-    def reload(self) -> None:
-        """Take renewed certificates for the next link; the one that is up goes on.
-
-        @raise LlmgwError: they cannot be used, and the old ones stay.
+        @raise LlmgwError: the certificate cannot be used, and everything stays as it was.
         """
-        identity = read_identity(self._settings.tls, "node")
+        identity = read_identity(settings.tls, "node")
         if self._tls is not None:
             self._tls.use(identity)
+        self._settings = settings
+        self._look_at_certificate()
+        if self._resting and self._waiting is not None:
+            self._waiting.cancel()  # it may be about the very thing that was just put right
 
-    async def _dial_for_ever(self) -> None:
-        while self.running:
-            wait = await self._round()
-            if wait > 0 and self.running:
-                await deferLater(self._reactor, wait)
+    def _look_at_certificate(self) -> None:
+        if self._tls is not None:
+            whose = f"{self._settings.node}: our own certificate ({self._tls.own})"
+            self._watch.look([(whose, self._tls.identity.chain[0])], self._common.wall())
 
-    async def _round(self) -> float:
-        """Try every address once; returns the seconds to wait before the next round."""
-        trial = Round(self._settings.servers)
-        while self.running and (address := trial.next()):
-            ending = await self._dial(address)
-            if ending.lived is not None and self._backoff.lasted(ending.lived):
-                # A good link broke: everybody's may have, so the redials are spread, but none waits longer than that.
-                return self._random() * SPREAD
-            trial.failed(address, ending)
-        return self._after(trial)
-
-    def _after(self, trial: Round) -> float:
-        if not self.running:
-            return 0.0
-        wait = max(self._backoff.next(), trial.wait)
-        reasons = "; ".join(trial.reasons)
-        self.status = f"no leader: {reasons}"
-        self.log.warn(
-            "{node}: no leader: {reasons}. Next round in {wait:.1f} s",
-            node=self._settings.node,
-            reasons=reasons,
-            wait=wait,
-        )
-        return wait
-
-    async def _dial(self, address: Address) -> Ending:
-        """One link from its first packet to its end."""
-        assert self._tls is not None
-        call = self._call = Call(self._reactor, self._settings.node, self._node, self._fence, self._tls, address, self._wall)
-        call.on_live = lambda text: self._live(address, text)
+    def _running_shards(self) -> Iterable[str]:
         try:
-            ending = await call.run(self._deadlines)
+            return [shard.shard for shard in self._common.node.report().shards if shard.state.live]
+        except Exception:
+            self.log.failure("while listing what goes on running")
+            return []
+
+    # Dialing.
+
+    async def _run(self) -> None:
+        first: tuple[str, ...] = ()
+        while self.running:
+            turn = Round.over(self._settings.servers, first)
+            first = ()
+            while self.running and (target := turn.next()):
+                ending = await self._try(turn, target)
+                if ending and ending.lived is not None and self._backoff.lasted(ending.lived):
+                    first = ending.word.addresses if ending.word else ()
+                    break
+            else:
+                await self._rest(turn)
+                continue
+            await self._pause(self._random() * max(SPREAD, self._spread))
+
+    async def _rest(self, turn: Round) -> None:
+        """The round is over and nobody took us."""
+        if not self.running:
+            return
+        delay = max(self._backoff.next(), turn.pause)
+        what = "round" if len(self._settings.servers) > 1 else "try"
+        self._status = f"{turn.summary()}. Next {what} in {show_duration(delay)}."
+        self.log.warn("{node}: {status}", node=self._settings.node, status=self._status, event="no_leader")
+        await self._pause(delay)
+
+    async def _pause(self, seconds: float) -> None:
+        if not self.running:
+            return
+        self._resting = True
+        await self._cancellable(deferLater(self._reactor, seconds))
+        self._resting = False
+
+    async def _cancellable(self, waited: Deferred[Any]) -> Any:
+        """Wait, unless the service stops or is reloaded first: then None."""
+        self._waiting = waited
+        try:
+            return await waited
+        except (CancelledError, ConnectingCancelledError):
+            return None
         finally:
-            self._call = None
-        if self.running:
-            self._tell(address, ending)
+            self._waiting = None
+
+    async def _try(self, turn: Round, target: Target) -> Ending | None:
+        """One address: look it up, or dial it and stay as long as the link does."""
+        if not target.ip:
+            try:
+                turn.found(target, await self._cancellable(self._lookup.addresses(target.address.host)) or [])
+            except LookupFailed as error:
+                turn.failed(target, f"the name {error}")
+            return None
+        self._status = f"dialing {target}"
+        talk = self._make_talk(target)
+        try:
+            if await self._cancellable(self._connect(target, talk)) is None:
+                return None
+        except ConnectError as error:
+            turn.failed(target, _unconnected(error))
+            return None
+        except Exception as error:
+            self.log.failure("while dialing {target}", target=str(target))
+            turn.failed(target, f"we could not dial: {error}")
+            return None
+        self._talk = talk
+        ending = await talk.over
+        self._talk = None
+        self._came_of(turn, target, talk, ending)
         return ending
 
-    def _live(self, address: Address, text: str) -> None:
-        self.status = f"linked to {address}, {text}"
-        self.log.info("{node}: linked to {address}, {text}", node=self._settings.node, address=str(address), text=text)
+    def _make_talk(self, target: Target) -> Talk:
+        assert self._tls is not None
+        talk = Talk(self._common, str(target), target.address.host, self._tls.own)
+        talk.link = make_agent_link(AgentCore(talk, self._reactor, self._deadlines))
+        return talk
 
-    def _tell(self, address: Address, ending: Ending) -> None:
-        """One line for each link that was live; those that never were stand in their round's line."""
-        if ending.lived is None:
+    def _connect(self, target: Target, talk: Talk) -> Deferred[IProtocol]:
+        tls, own = self._tls, talk.own
+        assert tls is not None
+        kind = TCP6ClientEndpoint if ":" in target.ip else TCP4ClientEndpoint
+        tcp = kind(self._reactor, target.ip, target.address.port, timeout=CONNECT_WITHIN)
+        wire = Wire(self._reactor, talk.link, decode_from_server, lambda: own, self._common.wall)
+        return wrapClientTLS(tls.towards(target.address.host), tcp, self._reactor).connect(_Once(wire))
+
+    def _came_of(self, turn: Round, target: Target, talk: Talk, ending: Ending) -> None:
+        """Say how a link ended, and remember what it means for the round."""
+        if not self.running:
+            self._status = "stopped"
             return
-        say = self.log.info if ending.clean else self.log.error
-        say(
-            "{node}: the link to {address} ended after {lived}: {why}. Engines go on",
-            node=self._settings.node,
-            address=str(address),
-            lived=show_duration(ending.lived),
-            why=ending.text,
-        )
+        self._spread = talk.spread
+        if ending.lived is not None:
+            lived = show_duration(ending.lived)
+            tell = self.log.info if ending.clean else self.log.error
+            tell(
+                "{node}: the link to {server} ended after {lived}: {cause}",
+                node=self._settings.node,
+                server=str(target),
+                lived=lived,
+                cause=ending.text,
+                event="link_lost",
+            )
+        word = ending.word
+        if word is None:
+            turn.failed(target, ending.text)
+            return
+        turn.failed(target, self._told_off(word, talk), word.retry_after if isinstance(word, Refused) else 0.0)
+        turn.hint(word.addresses)
+
+    def _told_off(self, word: Refused | Goaway, talk: Talk) -> str:
+        if isinstance(word, Goaway):
+            return f"sent us away: {word.text or word.reason}"
+        if word.reason in ("standby", "starting"):
+            return f"refused ({word.reason}{f', {word.leader} leads' if word.leader else ''})"
+        text, own, node = word.text, talk.own, self._settings.node
+        if word.reason == "name_mismatch":
+            text = (
+                f"our certificate says {own}, our configuration says {node}. Set `node: {own.name}` or use {node}'s certificate"
+            )
+        return f"refused us: {word.reason}: {text}"
+
+
+def _unconnected(error: ConnectError) -> str:
+    """As the end of a sentence that began with the address."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, TimeoutError):
+        return f"no answer in {CONNECT_WITHIN:.0f} s"
+    return os.strerror(error.osError).lower() if isinstance(error.osError, int) else f"we could not connect: {error}"
+
+
+@implementer(IProtocolFactory)
+class _Once:
+    """A factory for the one protocol that it is given."""
+
+    noisy = False
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def buildProtocol(self, addr: IAddress) -> IProtocol:
+        """From Twisted."""
+        return self._wire
+
+    def doStart(self) -> None:
+        """From Twisted."""
+
+    def doStop(self) -> None:
+        """From Twisted."""

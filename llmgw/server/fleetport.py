@@ -21,7 +21,7 @@ from twisted.logger import Logger
 from twisted.protocols.tls import TLSMemoryBIOFactory
 from zope.interface import implementer
 
-from llmgw.config.server import FleetSettings
+from llmgw.config.settings import FleetSettings
 from llmgw.errors import LlmgwError
 from llmgw.fleet.shard import ShardOrder
 from llmgw.fleet.timing import Timing

@@ -17,7 +17,7 @@ from twisted.internet.interfaces import IReactorTime
 from llmgw.wire.framing import Malformed
 from llmgw.wire.identity import IdentityError
 from llmgw.wire.link import Deadlines, Message, Timer, Wire, try_send
-from llmgw.wire.messages import PROTOCOL, Accepted, AgentMessage, Bye, Goaway, Refused, Register, Welcome
+from llmgw.wire.messages import PROTOCOL, Accepted, AgentMessage, Bye, Done, Goaway, Refused, Register, Welcome
 
 
 @frozen
@@ -228,7 +228,8 @@ def _received(link: AgentLink, core: AgentCore, message: Message) -> None:
 
 @Live.upon(AgentLink.send).loop()
 def _send(link: AgentLink, core: AgentCore, message: AgentMessage) -> None:
-    try_send(core.wire, message)
+    if not try_send(core.wire, message) and isinstance(message, Done):
+        try_send(core.wire, Done(message.operation, False, "unsendable", {"text": "the result does not fit the protocol"}))
 
 
 @Waiting.upon(AgentLink.told_off).to(Closing)

@@ -22,7 +22,7 @@ from twisted.protocols.tls import TLSMemoryBIOProtocol
 from zope.interface import implementer
 
 from llmgw import pki
-from llmgw.config.server import TlsFiles
+from llmgw.config.settings import TlsFiles
 from llmgw.errors import LlmgwError
 from llmgw.pkifolder import read_certificates, read_pair
 from llmgw.wire.identity import EXPIRED, NOT_YET_VALID, IdentityError, PeerCertificate, Verdict

@@ -43,6 +43,7 @@ from llmgw.router.probe import PERIOD, Prober
 from llmgw.router.proxies import Proxies
 from llmgw.router.routes import Routes, Served, Shared
 from llmgw.router.scoreboard import Scoreboard, shared_file
+from llmgw.router.sharedfile import Absent
 from llmgw.router.table import BadTable, Table, read_table
 
 SWEEP = 0.25
@@ -115,7 +116,7 @@ class Worker:
         self.access = AccessLog(None, ThreadPoolExecutor(1, "access"))
         self.accounts = Accounts(self.access)
         prefixes = Prefixes(shared_file(self._folder, "prefixes"))
-        self.shared = Shared(loop, self.board, prefixes, WaitingRoom(loop.call_later, time.monotonic))
+        self.shared = Shared(loop, self.board, prefixes, WaitingRoom(loop.call_later, time.monotonic), self._folder)
         self.door = Door(self.shared, Routes(Table(), self.shared), self.accounts)
         self.door.on_failure = self._failure
         self.door.on_demand = self._demand

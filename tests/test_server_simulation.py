@@ -381,6 +381,60 @@ def test_numbers_of_replicas_never_come_back():
     assert [record.number for record in fleet.controller.truth.shards.values()] == [max(int(s.split("/")[1]) for s in seen)]
 
 
+def test_a_node_on_which_everything_fails_is_quarantined():
+    """H8: three different models fail there and none serves: nothing goes there for a while, and it comes back by itself."""
+    fleet = Fleet({"a": 3})
+    models = [model(name) for name in ("x", "y", "z")]
+    fleet.agents["a"].doomed |= {"x", "y", "z"}
+    fleet.lead(models)
+    fleet.until(lambda: fleet.says("quarantined", "x, y, z failed there"), "quarantined", 20)
+    fleet.apply([*models, model("w")])
+    fleet.run(1)
+    assert "quarantined" in fleet.controller.outcome.pending["w"].explanation.line()
+    fleet.agents["a"].doomed.clear()
+    fleet.until(lambda: all(fleet.ready(name) for name in "wxyz" if name != "w"), "served again", 120)
+
+
+def test_a_failing_model_alone_quarantines_nothing():
+    """Three failures of one model are the model's."""
+    fleet = serving({"a": 2}, [model("m", 1)])
+    fleet.agents["a"].doomed.add("x")
+    fleet.apply([model("m", 1), model("x", 1)])
+    fleet.run(200)
+    assert not fleet.says("quarantined")
+
+
+def test_an_emptied_node_says_that_it_is_drained():
+    """The end of a drain is an event, and what runs elsewhere is another number."""
+    fleet = serving()
+    Operations(fleet.controller).drain(["a"], None, False, False)
+    fleet.until(lambda: fleet.says("a: drained, nothing of ours runs there"), "drained")
+    assert fleet.engines() == ["m/2/0@b ready 1", "m/3/0@b ready 1"]
+
+
+def test_several_nodes_drained_at_once_make_nothing_hop():
+    """All are closed before anything moves."""
+    fleet = serving({"a": 1, "b": 1, "c": 2}, [model("m", 2)])
+    Operations(fleet.controller).drain(["a", "b"], None, False, False)
+    fleet.until(lambda: all("@c" in engine for engine in fleet.engines()), "moved")
+    assert set(fleet.pids()) == {"m/1/0@c", "m/3/0@c"}, "one moved, once"
+
+
+def test_a_removed_node_leaves_no_half_of_a_gang():
+    """The other rank is stopped, and the gang starts where it can."""
+    fleet = Fleet({"a": 2, "b": 2, "c": 2})
+    for agent in fleet.agents.values():
+        agent.fabrics = (Fabric("rack"),)
+    fleet.lead([model("g", 1, devices=2, nodes=2)])
+    fleet.until(lambda: fleet.ready("g") == 1, "the gang serves")
+    gone = next(agent for agent in fleet.agents.values() if "g/1/1" in agent.engines)
+    Operations(fleet.controller).remove(gone.name)
+    gone.alive = False
+    gone.engines.clear()
+    fleet.until(lambda: fleet.ready("g") == 1 and "g/2" in fleet.routers.routed, "elsewhere")
+    assert all(engine.startswith("g/2/") for engine in fleet.engines())
+
+
 def sleepy(low, high):
     return evolve(model("z"), replicas=Scale(low, high, idle_after=60.0))
 

@@ -11,6 +11,7 @@ from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.fleet.units import show_duration
 from llmgw.planning.checks import Want
+from llmgw.planning.lifecycle import in_quarantine
 from llmgw.planning.placement import Ledger, claim_of
 from llmgw.planning.room import Candidate, Claim
 from llmgw.planning.world import Draft, World
@@ -72,7 +73,7 @@ def _candidate(world: World, node: NodeRecord, claims: list[Claim]) -> Candidate
         note,
         cordoned=node.cordoned and not node.draining,
         draining=node.draining,
-        quarantined=bool(node.quarantined_until and node.quarantined_until > world.now),
+        quarantined=in_quarantine(node, world.now),
         claims=tuple(claims),
         weights=weights,
         last_port=world.last_ports.get(node.name, 0),
@@ -84,15 +85,3 @@ def want(draft: Draft, model: Model, number: int, excluded: Mapping[str, str] | 
     assert model.profile is not None
     needs = draft.world.reckon(model.profile, draft.world.weights_of(model.profile.weights))
     return Want(f"{model.name}/{number}", model.name, model.profile, needs, excluded or {})
-
-
-def next_number(draft: Draft, model: str) -> int:
-    """A number that no replica of the model ever had, as far as records and nodes can tell."""
-    records = [record.number for record in draft.shards.values() if record.model == model]
-    reports = [
-        int(parts[1])
-        for told in draft.world.told.values()
-        for report in told.shards.values()
-        if (parts := report.shard.rsplit("/", 2))[0] == model and len(parts) == 3 and parts[1].isdecimal()
-    ]
-    return max([0, *records, *reports]) + 1

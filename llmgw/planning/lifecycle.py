@@ -9,16 +9,22 @@ C{lost_after} later is the node lost and are its replicas made anew elsewhere, a
 
 from __future__ import annotations
 
-from attrs import frozen
+from collections import defaultdict
+
+from attrs import evolve, frozen
 
 from llmgw.fleet.node import NodeEvent, NodeState, next_node_state
-from llmgw.fleet.records import NodeRecord
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ShardState
 from llmgw.fleet.units import show_duration
 from llmgw.planning.world import Draft, World
 
 BRAKE_LEAST = 3
 MISSED_BEATS = 3
 HELD_AGAIN = 2.0
+QUARANTINE_MODELS = 3
+QUARANTINE_FIRST, QUARANTINE_MOST = 10.0, 3600.0
+QUARANTINE_LOOKS_BACK = 600.0
 _KNOWN = (NodeState.READY, NodeState.UNREACHABLE)
 
 
@@ -84,3 +90,43 @@ def next_step(draft: Draft) -> float | None:
     drains = [node.drain_deadline - world.now for node in draft.nodes.values() if node.draining and node.drain_deadline]
     waits = [wait if wait > 0 else HELD_AGAIN for wait in waits] + [wait for wait in drains if wait > 0]
     return min(waits, default=None)
+
+
+def follow_quarantine(draft: Draft) -> None:
+    """A node on which several different models fail, and none serves, is sick itself: nothing goes there for a while.
+
+    The while doubles with each failure. What failed is read from the shards' records, so a restart of the server forgets nothing.
+    """
+    failing: dict[str, list[ShardRecord]] = defaultdict(list)
+    serving = set()
+    for record in draft.shards.values():
+        if record.allocation is None:
+            continue
+        if record.state is ShardState.READY:
+            serving.add(record.allocation.node)
+        elif record.crashes and record.state in (ShardState.BACKOFF, ShardState.FAILED):
+            failing[record.allocation.node].append(record)
+    for name, records in failing.items():
+        node = draft.nodes.get(name)
+        if node is not None and name not in serving and len({record.model for record in records}) >= QUARANTINE_MODELS:
+            _quarantine(draft, node, records)
+
+
+def _quarantine(draft: Draft, node: NodeRecord, records: list[ShardRecord]) -> None:
+    now = draft.world.now
+    recent = [at for record in records for at in record.crashes if now - at <= QUARANTINE_LOOKS_BACK]
+    if not recent:
+        return
+    lasts = min(QUARANTINE_MOST, QUARANTINE_FIRST * 2.0 ** max(0, len(recent) - QUARANTINE_MODELS))
+    until = min(max(recent), now) + lasts
+    if until <= now or until <= (node.quarantined_until or 0.0):
+        return
+    models = ", ".join(sorted({record.model for record in records}))
+    draft.nodes[node.name] = evolve(node, quarantined_until=until)
+    text = f"{node.name}: quarantined for {show_duration(lasts)}: {models} failed there and nothing serves"
+    draft.say("quarantined", node.name, text, node.name)
+
+
+def in_quarantine(node: NodeRecord, now: float) -> bool:
+    """Whether nothing may go there now."""
+    return node.quarantined_until is not None and node.quarantined_until > now

@@ -17,7 +17,7 @@ from llmgw.planning.adopt import Orphan, adopt_matching, orphans
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import ledger
 from llmgw.planning.hints import with_hints
-from llmgw.planning.lifecycle import Holding, follow_nodes, next_step
+from llmgw.planning.lifecycle import Holding, follow_nodes, follow_quarantine, next_step
 from llmgw.planning.observe import observe
 from llmgw.planning.orders import drain_limit
 from llmgw.planning.replicas import group
@@ -55,6 +55,7 @@ def reconcile(world: World) -> Outcome:
     for record in world.shards.values():
         _guarded(broken, record.shard, observe, draft, record)
     _guarded(broken, "gangs", follow_gangs, draft)
+    _guarded(broken, "quarantine", follow_quarantine, draft)
     _guarded(broken, "drains", _follow_drains, draft)
     _guarded(broken, "orphans", adopt_matching, draft)
     work = Work(draft)
@@ -78,6 +79,7 @@ def reconcile(world: World) -> Outcome:
     )
 
 
+OVERDUE_AGAIN = 3.0
 _SETTLING = "the store is new but the fleet is not: waiting for nodes to report what runs before anything is started"
 
 
@@ -112,7 +114,8 @@ def _wake(draft: Draft) -> float | None:
         if record.wanted is Wanted.DRAIN
     ]
     due += [nodes] if nodes is not None else []
-    return max(0.0, min(due)) if due else None
+    # What is overdue waits for a node; it is looked at again now and then, not all the time.
+    return min(wait if wait > 0 else OVERDUE_AGAIN for wait in due) if due else None
 
 
 def explain(world: World, outcome: Outcome, model: str) -> Explanation | None:

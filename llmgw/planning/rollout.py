@@ -15,10 +15,11 @@ from attrs import evolve, field, frozen
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
-from llmgw.fleet.shard import ShardState, Wanted, shard_id
+from llmgw.fleet.shard import ShardState, Wanted, replica_id, shard_id
 from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.explanation import Explanation
-from llmgw.planning.fleetroom import ledger, next_number, want
+from llmgw.planning.fleetroom import ledger, want
+from llmgw.planning.lifecycle import in_quarantine
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.replicas import Replica, group
@@ -191,7 +192,9 @@ def _retry(work: Work, model: Model, good: list[Replica]) -> None:
         # A clock that was set back must not make it wait for hours.
         if due > draft.world.now and due - draft.world.now <= cap:
             continue
-        if replica.crashes and len(replica.crashes) % MOVE_AFTER == 0 and _move(work, model, replica):
+        often = replica.crashes and len(replica.crashes) % MOVE_AFTER == 0
+        barred = any(in_quarantine(draft.nodes[name], draft.world.now) for name in replica.nodes)
+        if (often or barred) and _move(work, model, replica):
             continue
         _again(work, model, replica)
 
@@ -212,7 +215,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
     draft = work.draft
     for name in replica.nodes:
         node = draft.nodes[name]
-        if name not in draft.world.told or node.state is not NodeState.READY:
+        if name not in draft.world.told or node.state is not NodeState.READY or in_quarantine(node, draft.world.now):
             return
     attempt = max(shard.attempt for shard in replica.shards) + 1
     ports = []
@@ -244,15 +247,17 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
 def start(work: Work, model: Model, instead: Replica | None = None, excluded: Mapping[str, float] | None = None) -> bool:
     """Place one more replica. C{instead} hands on the failures of the one whose place it takes."""
     draft = work.draft
-    number = next_number(draft, model.name)
+    husk = shard_id(replica_id(model.name, draft.number(model.name)), 0)
+    number = draft.number(model.name) + 1
     reasons = dict.fromkeys(excluded or {}, "it failed there repeatedly")
     wanted_room = want(draft, model, number, reasons)
     result = work.room.place(wanted_room)
     if isinstance(result, Explanation):
         work.pending[model.name] = Pending(wanted_room, result)
         return False
-    for husk in [record for record in draft.shards.values() if record.model == model.name and record.allocation is None]:
-        del draft.shards[husk.shard]
+    draft.take_number(model.name)
+    if husk in draft.shards and draft.shards[husk].allocation is None:
+        del draft.shards[husk]
     for allocation in result.allocations:
         shard = shard_id(result.replica, allocation.rank)
         devices = f" on {len(allocation.devices)} devices" if allocation.devices else ""

@@ -106,6 +106,7 @@ class Draft:
         self.nodes = dict(world.nodes)
         self.shards = dict(world.shards)
         self.events: list[FleetEvent] = []
+        self._numbers: dict[str, int] = {}
 
     def say(self, kind: str, subject: str, text: str, node: str = "", before: str = "", after: str = "") -> None:
         """Note an event."""
@@ -138,11 +139,34 @@ class Draft:
             record = evolve(record, state=state, since=self.world.now)
         return self.put(evolve(record, reason=reason))
 
+    def number(self, model: str) -> int:
+        """The highest number that a replica of the model ever had, as far as records and nodes can tell."""
+        if not self._numbers:
+            for record in self.shards.values():
+                self._numbers[record.model] = max(record.number, self._numbers.get(record.model, 0))
+            for report in (report for told in self.world.told.values() for report in told.shards.values()):
+                name, _, number = report.shard.rpartition("/")[0].rpartition("/")
+                if number.isdecimal():
+                    self._numbers[name] = max(int(number), self._numbers.get(name, 0))
+        return self._numbers.get(model, 0)
+
+    def take_number(self, model: str) -> int:
+        """A number that no replica of the model ever had."""
+        self._numbers[model] = self.number(model) + 1
+        return self._numbers[model]
+
     def drop(self, record: ShardRecord) -> None:
         """Forget a shard; the newest of a model stays as a husk, since numbers of replicas never come back."""
-        newest = max(other.number for other in self.shards.values() if other.model == record.model)
-        if record.number < newest or record.rank:
+        if record.allocation is not None:
+            self._emptied(record.allocation.node, record.shard)
+        if record.number < self.number(record.model) or record.rank:
             del self.shards[record.shard]
             return
         husk = ShardRecord(record.shard, record.model, record.number, generation=record.generation, attempt=record.attempt)
         self.put(evolve(husk, wanted=record.wanted, state=ShardState.STOPPED, since=self.world.now, reason=record.reason))
+
+    def _emptied(self, node: str, last: str) -> None:
+        found = self.nodes.get(node)
+        others = (r.shard != last and r.allocation is not None and r.allocation.node == node for r in self.shards.values())
+        if found is not None and found.draining and not any(others):
+            self.say("drained", node, f"{node}: drained, nothing of ours runs there any more", node)

@@ -202,6 +202,9 @@ class Controller:
         if changes and not await self.commits.commit(changes):
             self._plan_in(self.RETRY)
             return
+        for event in events:
+            if event.tail:
+                self.members.tails.pop(event.subject, None)
         self.truth.nodes.update(outcome.nodes)
         self.outcome = outcome
         if not self._planning:
@@ -221,7 +224,7 @@ class Controller:
     def _with_tail(self, event: FleetEvent) -> FleetEvent:
         """The event of a failure gets the end of the engine's output."""
         failed = event.after in (ShardState.BACKOFF, ShardState.FAILED)
-        return evolve(event, tail=self.members.tails.pop(event.subject, ())) if failed else event
+        return evolve(event, tail=self.members.tails.get(event.subject, ())) if failed else event
 
     def epoch_moved(self) -> None:
         """The leadership was raised or lost: what was sent under the epoch before has to be said anew."""

@@ -12,9 +12,10 @@ from llmgw.fleet.node import NodeEvent, NodeState, next_node_state
 from llmgw.fleet.records import NodeRecord
 from llmgw.fleet.shard import ShardState, Wanted
 from llmgw.planning.adopt import Orphan, adopt, readable
-from llmgw.planning.fleetroom import ledger, next_number, want
+from llmgw.planning.fleetroom import ledger, want
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.replicas import Replica, group
+from llmgw.planning.rollout import leave
 from llmgw.planning.world import Draft
 from llmgw.server.controller import Controller
 from llmgw.server.emission import Port
@@ -103,7 +104,7 @@ class Operations:
         model = draft.world.catalog.get(name)
         if model is None or model.profile is None:
             return False
-        return isinstance(room.place(want(draft, model, next_number(draft, name))), Placement)
+        return isinstance(room.place(want(draft, model, draft.number(name) + 1)), Placement)
 
     def cordon(self, nodes: Sequence[str], on: bool) -> Deferred[int]:
         """Close nodes to new replicas, or open them again, which also ends a drain."""
@@ -136,9 +137,12 @@ class Operations:
         def make() -> Iterable[Change]:
             node = self._node(name)
             draft = Draft(self._controller.world())
-            left = [record for record in draft.shards.values() if record.allocation and record.allocation.node == name]
-            for record in left:
-                draft.drop(record)
+            for replica in [one for found in group(draft.shards.values()).values() for one in found if name in one.nodes]:
+                if len(replica.shards) > 1 and not replica.leaving:
+                    leave(draft, replica, f"{name} was removed", at_once=True)
+            for record in list(draft.shards.values()):
+                if record.allocation and record.allocation.node == name:
+                    draft.drop(record)
             gone = draft.node(node, next_node_state(node.state, NodeEvent.REMOVE), "removed by an operator")
             return [gone, *differences(self._controller.truth, self._controller.truth.nodes, draft.shards, draft.events)]
 

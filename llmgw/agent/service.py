@@ -108,7 +108,7 @@ class Agent(MultiService):
 
         @raise LlmgwError: certificates cannot be used, or something changed that only a restart changes; the rest is in force.
         """
-        self._uplink.reload()
+        self._uplink.reload(settings)
         before, self._settings = self._settings, settings
         self.node.reload(settings)
         names = [each.name for each in fields(AgentSettings) if each.name not in RELOADABLE]

@@ -41,4 +41,6 @@ def _fault(adapter: IEngineAdapter) -> str | None:
         verifyObject(IEngineAdapter, adapter)
     except Invalid as error:
         return " ".join(str(error).split())
+    except Exception as error:  # zope.interface stumbles over some signatures, e.g. a method without self.
+        return f"it cannot be verified: {type(error).__name__}: {error}"
     return None if isinstance(adapter.name, str) and adapter.name else "it has no name"

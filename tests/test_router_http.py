@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import socket
+import threading
 import time
 
 import pytest
@@ -504,3 +507,125 @@ def test_engine_that_answers_twice(rig):
                 until(lambda: len(sent) > turn)  # noqa: B023
         assert len(engine.conversations) == 3
         assert None not in sent
+
+
+def anonymous(rig):
+    """Bytes of the worker's memory that nothing else could give back."""
+    with open(f"/proc/{rig.process.pid}/status") as file:
+        return int(file.read().partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def descriptors(rig):
+    return len(os.listdir(f"/proc/{rig.process.pid}/fd"))
+
+
+@pytest.mark.parametrize("name", ["m", "alias"])
+def test_h3_large_bodies_do_not_stay_in_memory(rig, name):
+    """H3: many large uploads at once are kept in a file without a name; they arrive whole, and nothing stays behind."""
+    go = threading.Event()
+    sizes = []
+
+    def script(talk):
+        while request := talk.request():
+            go.wait(10)
+            sizes.append((len(request.body), request.body[-9:]))
+            talk.answer(OK)
+
+    body = json.dumps({"model": name, "stream": False, "pad": "x" * 20_000_000, "end": 12}, separators=(",", ":")).encode()
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        rig.post()
+        before, files = anonymous(rig), descriptors(rig)
+        threads = [threading.Thread(target=rig.post, kwargs={"body": body}) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        until(lambda: descriptors(rig) >= files + 10, 10)
+        grown = anonymous(rig) - before
+        go.set()
+        for thread in threads:
+            thread.join(20)
+        assert len(sizes) == 6
+        assert [end for _, end in sizes[1:]] == [body[-9:]] * 5
+        assert len({size for size, _ in sizes[1:]}) == 1
+        if name == "m":
+            assert sizes[1][0] == len(body)
+            assert grown < 30_000_000
+    until(lambda: descriptors(rig) <= files + 1)
+
+
+def test_h3_left_uploads_leave_no_file(rig, engine):
+    """H3: clients that leave in the middle of a large upload leave no descriptor behind."""
+    rig.post()
+    files = descriptors(rig)
+    for _ in range(20):
+        with rig.client() as raw:
+            raw.send(LINE + AUTH + b"Content-Length: 9000000\r\n\r\n" + b"x" * 3_000_000)
+    until(lambda: descriptors(rig) <= files)
+
+
+def test_h3_full_disk(rig, engine):
+    """H3: a body that cannot be kept is 507, and the worker goes on. (A limit on the size of files stands in for the disk.)"""
+    soft, hard = resource.prlimit(rig.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(rig.process.pid, resource.RLIMIT_FSIZE, (2_000_000, hard))
+    try:
+        with rig.client() as raw:
+            raw.send(LINE + AUTH + b"Content-Length: 9000000\r\n\r\n" + b"x" * 4_000_000)
+            answer = raw.read_until(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 507")
+        assert rig.post()[0] == 200
+    finally:
+        resource.prlimit(rig.process.pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_g1_large_bodies_do_not_stall_others(rig, engine):
+    """G1: while bodies of 20 MB are read, other requests go on; their parsing is the longest pause there is."""
+    body = b'{"model":"m","pad":"' + b"x" * 20_000_000 + b'"}'
+    rig.post()
+    threads = [threading.Thread(target=rig.post, kwargs={"body": body}) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    waits = []
+    while any(thread.is_alive() for thread in threads):
+        began = time.monotonic()
+        assert rig.get("/health")[0] == 200
+        waits.append(time.monotonic() - began)
+    assert len(waits) > 10
+    assert sorted(waits)[len(waits) // 2] < 0.1
+
+
+def test_n8_no_more_descriptors():
+    """N8: with as many connections as descriptors allow, the worker neither ends nor spins, and serves again when some go."""
+    rig = Rig()
+    try:
+        rig.use(engine_nowhere())
+        limit = descriptors(rig) + 40
+        resource.prlimit(rig.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        clients = [rig.client() for _ in range(120)]
+        time.sleep(0.3)
+        before = cpu(rig)
+        time.sleep(1.0)
+        assert cpu(rig) - before < 0.5
+        assert rig.process.poll() is None
+        for client in clients:
+            client.socket.close()
+        until(lambda: healthy(rig), 8)
+    finally:
+        rig.stop()
+
+
+def engine_nowhere():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"http://127.0.0.1:{found.getsockname()[1]}/v1"
+
+
+def cpu(rig):
+    with open(f"/proc/{rig.process.pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def healthy(rig):
+    try:
+        return rig.get("/health")[0] == 200
+    except OSError:
+        return False

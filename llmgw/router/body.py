@@ -13,7 +13,10 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from llmgw.router.errors import Refusal
+from llmgw.router.spool import Whole
 from llmgw.router.usage import ask, asks
+
+Piece = bytes | memoryview
 
 
 class _Fields(Struct):
@@ -44,25 +47,28 @@ class Body:
     """A body with what was read of it.
 
     @ivar model: the name as the caller wrote it, alias or not.
+    @ivar size: of the body as it came, in bytes.
     @ivar hides_usage: L{ask_usage} has asked for something that the caller did not ask for.
     """
 
-    __slots__ = ("_fields", "hides_usage", "model", "raw", "stream")
+    __slots__ = ("_fields", "_pieces", "_raw", "hides_usage", "model", "size", "stream")
 
-    def __init__(self, raw: bytes, model: str, fields: _Fields | None = None) -> None:
-        self.raw = raw
+    def __init__(self, raw: Whole, model: str, fields: _Fields | None = None) -> None:
+        self._raw = raw
+        self._pieces: tuple[Piece, ...] = (raw,) if isinstance(raw, bytes) else (memoryview(raw),)
+        self.size = len(raw)
         self.model = model
         self.stream = bool(fields is not None and fields.stream)
         self.hides_usage = False
         self._fields = fields
 
-    def sent_to(self, name: str) -> bytes:
-        """The body for an engine that serves the model as C{name}."""
+    def sent_to(self, name: str) -> tuple[Piece, ...]:
+        """The body for an engine that serves the model as C{name}, in one piece or several."""
         if name == self.model:
-            return self.raw
-        fields = _take_apart(self.raw)
+            return self._pieces
+        fields = _take_apart(self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces))
         fields["model"] = Raw(_encode(name))
-        return _encode(fields)
+        return (_encode(fields),)
 
     def ask_usage(self) -> None:
         """Have the engine say what a stream used, unless the caller asks already."""
@@ -70,13 +76,20 @@ class Body:
         if fields is None or not self.stream:
             return
         options = None if fields.stream_options is UNSET else memoryview(fields.stream_options)
-        if not asks(options):
-            self.raw = ask(self.raw, options)
-            self.hides_usage = True
+        if asks(options):
+            return
+        self.hides_usage = True
+        if isinstance(self._raw, bytes):
+            self._pieces = (ask(self._raw, options),)
+        elif options is not None:
+            self._pieces = (ask(self._raw[:], options),)
+        else:
+            self._pieces = (ask(b"{", None), memoryview(self._raw)[self._raw.find(b"{") + 1 :])
 
     def release(self) -> None:
         """The request is over: only what is small is kept for the log."""
-        self.raw = b""
+        self._raw = b""
+        self._pieces = ()
         self._fields = None
 
     def prompt(self) -> tuple[memoryview, bytes]:
@@ -107,7 +120,7 @@ class Body:
         return None
 
 
-def read_json(raw: bytes) -> Body:
+def read_json(raw: Whole) -> Body:
     """Read a JSON body.
 
     @raise Refusal: 400; it is no JSON object, or names no model.

@@ -23,7 +23,7 @@ from llmgw.router.http import ServerConnection
 from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
 from llmgw.router.prefixes import BLOCK, NO_HINT, Hint
 from llmgw.router.relay import Exchange
-from llmgw.router.request import Field, Request
+from llmgw.router.request import Field, Request, no_space
 from llmgw.router.routes import Caller, Routes, Served, Shared
 from llmgw.router.surface import LOCAL, MULTIPART, Call, find_call, shape_of
 from llmgw.router.table import RoutedModel
@@ -45,6 +45,7 @@ class Door:
 
     def __init__(self, shared: Shared, routes: Routes, accounts: Accounts) -> None:
         self.board = shared.board
+        self.folder = shared.folder
         self.accounts = accounts
         self.budget = RetryBudget()
         self.connections: set[ServerConnection] = set()
@@ -132,12 +133,12 @@ class Door:
             self._answer(connection, request, call)
             return None
         caller: Caller | None = request.context
-        body = read_json(request.body()) if call.model is not MULTIPART else read_form(request.body(), _content_type(request))
+        body = self._body(request, call)
         served = self._model(body.model, caller)
         exchange = Exchange(self, connection, request, call, served, caller, body)
         connection.work = exchange
         try:
-            grant = self._grant(caller, exchange.size, body)
+            grant = self._grant(caller, body)
             if body.stream and call.usage == OPENAI:
                 body.ask_usage()
             exchange.start(grant, self._hint(served, request, body))
@@ -146,10 +147,18 @@ class Door:
             raise
         return exchange if connection.work is exchange else None
 
-    def _grant(self, caller: Caller | None, size: int, body: Body) -> Grant:
+    @staticmethod
+    def _body(request: Request, call: Call) -> Body:
+        try:
+            raw = request.body()
+        except OSError as error:
+            raise no_space(error) from None
+        return read_form(raw, _content_type(request)) if call.model is MULTIPART else read_json(raw)
+
+    def _grant(self, caller: Caller | None, body: Body) -> Grant:
         if caller is None or not caller.limited:
             return UNLIMITED
-        grant = caller.allowance.admit(time.time(), estimate(size, body.max_tokens()))
+        grant = caller.allowance.admit(time.time(), estimate(body.size, body.max_tokens()))
         if isinstance(grant, Limited):
             raise Refusal(429, grant.kind, f"{grant.text}. Try again in {grant.retry_after} s.", retry_after=grant.retry_after)
         return grant
@@ -159,7 +168,7 @@ class Door:
         if served.hints is None or len(served.upstreams) < 2:
             return NO_HINT
         session = request.ours.get(b"x-session-id") or body.session()
-        if len(body.raw) < BLOCK and not session:
+        if body.size < BLOCK and not session:
             return NO_HINT
         text, before = body.prompt()
         return served.hints.look(text, before, session)
@@ -207,7 +216,7 @@ class Door:
 
     def finished(self, exchange: Exchange, grant: Grant) -> None:
         """A request has ended, however."""
-        exchange.request.parts.clear()
+        exchange.request.spool = None
         exchange.request.logged = True
         exchange.body.release()
         self.accounts.ended(exchange, grant)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
-from llmgw.router.body import Body
+from llmgw.router.body import Body, Piece
 from llmgw.router.errors import Refusal
+from llmgw.router.spool import Whole
 
 _BOUNDARY = re.compile(
     rb'multipart/form-data\s*;(?:.*;)?\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;"]{1,70}))\s*(?:;.*)?\Z', re.I | re.S
@@ -24,30 +25,31 @@ class Form(Body):
 
     __slots__ = ("_end", "_start")
 
-    def __init__(self, raw: bytes, start: int, end: int) -> None:
+    def __init__(self, raw: Whole, start: int, end: int) -> None:
         super().__init__(raw, raw[start:end].decode())
         self._start, self._end = start, end
 
-    def sent_to(self, name: str) -> bytes:
+    def sent_to(self, name: str) -> tuple[Piece, ...]:
         """The form for an engine that serves the model as C{name}."""
         if name == self.model:
-            return self.raw
-        return b"".join((self.raw[: self._start], name.encode(), self.raw[self._end :]))
+            return self._pieces
+        view = memoryview(self._raw)
+        return view[: self._start], name.encode(), view[self._end :]
 
 
-def fields(raw: bytes, boundary: bytes) -> list[tuple[bytes, int, int]]:
+def fields(raw: Whole, boundary: bytes) -> list[tuple[bytes, int, int]]:
     """(name, start, end) of each part's content.
 
     @raise Refusal: 400; it is no form of that boundary.
     """
     opening, between = b"--" + boundary, b"\r\n--" + boundary
     found: list[tuple[bytes, int, int]] = []
-    at = 0 if raw.startswith(opening) else raw.find(between) + 2
-    if not raw.startswith(opening, at):
+    at = 0 if raw[: len(opening)] == opening else raw.find(between) + 2
+    if raw[at : at + len(opening)] != opening:
         raise _bad("it does not contain its boundary")
     while True:
         at += len(opening)
-        if raw.startswith(b"--", at):
+        if raw[at : at + 2] == b"--":
             return found
         head = raw.find(b"\r\n\r\n", at, at + MAX_PART_HEAD)
         end = raw.find(between, head + 2)
@@ -58,7 +60,7 @@ def fields(raw: bytes, boundary: bytes) -> list[tuple[bytes, int, int]]:
         at = end + 2
 
 
-def read_form(raw: bytes, content_type: bytes) -> Form:
+def read_form(raw: Whole, content_type: bytes) -> Form:
     """Read a multipart form.
 
     @raise Refusal: 400; it is none, or does not name one model.

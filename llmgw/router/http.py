@@ -20,6 +20,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any, Protocol
 
 import httptools
@@ -36,9 +37,11 @@ from llmgw.router.request import (
     bad_request,
     check_head,
     head_too_large,
+    no_space,
     plain_head,
     too_large,
 )  # fmt: skip
+from llmgw.router.spool import Spool
 
 MAX_AHEAD = 64 * 1024
 WRITE_HIGH = 64 * 1024
@@ -72,6 +75,7 @@ class App(Protocol):
     """What stands behind the connections."""
 
     body_limit: int
+    folder: Path
     headers_timeout: float
     body_timeout: float
     keep_alive: float
@@ -233,14 +237,22 @@ class ServerConnection(asyncio.Protocol):
         request = self._request
         if request is None or request.refusal is not None:
             return
-        request.size += len(data)
-        if request.size > self._app.body_limit:
-            request.refusal = too_large(self._app.body_limit)
-            request.parts.clear()
-            self._stop_listening()
+        spool = request.spool
+        if spool is None:
+            spool = request.spool = Spool(self._app.folder)
+        if spool.size + len(data) > self._app.body_limit:
+            self._turn_away(request, too_large(self._app.body_limit))
             return
-        request.parts.append(data)
+        try:
+            spool.add(data)
+        except OSError as error:
+            self._turn_away(request, no_space(error))
         self.moved += 1
+
+    def _turn_away(self, request: Request, refusal: Refusal) -> None:
+        request.refusal = refusal
+        request.spool = None
+        self._stop_listening()
 
     def on_message_complete(self) -> None:
         """A request is whole."""

@@ -55,7 +55,7 @@ class Exchange:
     __slots__ = (
         "_answer", "_budgeted", "_connection", "_door", "_fresh", "_grant", "_hint", "_moved", "_paused", "_task", "_tried",
         "_waiter", "answer_id", "body", "call", "caller", "cause", "client", "ended", "first", "outcome", "phase", "queued",
-        "reason", "request", "retries", "sent", "served", "size", "state", "status", "upstream", "usage", "why",
+        "reason", "request", "retries", "sent", "served", "state", "status", "upstream", "usage", "why",
     )  # fmt: skip
 
     def __init__(
@@ -75,7 +75,6 @@ class Exchange:
         self.served = served
         self.caller = caller
         self.body = body
-        self.size = len(body.raw)
         self.answer_id = door.next_id()
         self.upstream: Upstream | None = None
         self.state = QUEUED
@@ -202,14 +201,14 @@ class Exchange:
             upstream.give_back(connection)
             return
         self._connection = connection
-        data = self.body.sent_to(upstream.config.model)
+        pieces = self.body.sent_to(upstream.config.model)
         fields = [b"%b: %b\r\n" % field for field in request.fields]
         head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n" % (
-            upstream.head(self.call, request.query), self.answer_id, len(data), b"".join(fields),
+            upstream.head(self.call, request.query), self.answer_id, sum(map(len, pieces)), b"".join(fields),
         )  # fmt: skip
         self.sent = now = _monotonic()
         self._wait(FIRST_TOKEN, self._door.timeouts.first_token, now)
-        connection.send(self, self.client, head + data)
+        connection.send(self, self.client, head, pieces)
 
     def not_connected(self, error: Exception) -> None:
         """The endpoint refuses connections, or is not to be reached."""
@@ -430,7 +429,7 @@ class Exchange:
             else:
                 connection.abort()
         if self._answer is not None:
-            self.usage = self._answer.usage(outcome == "done", client.moved - self._moved, self.size)
+            self.usage = self._answer.usage(outcome == "done", client.moved - self._moved, self.body.size)
         grant, self._grant = self._grant, UNLIMITED
         door.finished(self, grant)
         if outcome == "done":

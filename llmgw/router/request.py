@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmgw.router.errors import Refusal
+from llmgw.router.spool import Spool, Whole
 from llmgw.router.surface import Call
 
 MAX_FIELDS = 500
@@ -31,8 +32,8 @@ class Request:
     """
 
     __slots__ = (
-        "began", "call", "context", "expects", "fields", "http11", "keep_alive", "length", "logged", "method", "ours", "parts",
-        "path", "query", "refusal", "size",
+        "began", "call", "context", "expects", "fields", "http11", "keep_alive", "length", "logged", "method", "ours", "path",
+        "query", "refusal", "spool",
     )  # fmt: skip
 
     def __init__(self, began: float) -> None:
@@ -46,19 +47,15 @@ class Request:
         self.keep_alive = False
         self.expects = False
         self.length: int | None = 0
-        self.parts: list[bytes] = []
-        self.size = 0
+        self.spool: Spool | None = None
         self.refusal: Refusal | None = None
         self.call: Call | None = None
         self.context: Any = None
         self.logged = False
 
-    def body(self) -> bytes:
-        """The whole body; the parts are let go of."""
-        parts = self.parts
-        if len(parts) > 1:
-            parts = self.parts = [b"".join(parts)]
-        return parts[0] if parts else b""
+    def body(self) -> Whole:
+        """The whole body, to be asked once. @raise OSError: the disk is full."""
+        return self.spool.whole() if self.spool is not None else b""
 
 
 def check_head(request: Request, version: str, limit: int) -> None:
@@ -127,3 +124,8 @@ def head_too_large() -> Refusal:
 def bad_request(text: str) -> Refusal:
     """400, for what is not well-formed HTTP."""
     return Refusal(400, "bad_request", f"This is not HTTP/1.1 as it is spoken here: {text}.")
+
+
+def no_space(error: OSError) -> Refusal:
+    """507, for a body that does not fit on the disk of the state folder."""
+    return Refusal(507, "no_space", f"The router cannot keep this body while it arrives: {error.strerror}.", retry_after=30)

@@ -8,6 +8,7 @@ wait in it.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from random import random
 
 from attrs import field, frozen
@@ -24,12 +25,14 @@ from llmgw.router.upstream import Upstream
 
 @frozen
 class Shared:
-    """What all routes of a worker have in common, whatever the table says. C{connections} is what L{Upstream.used} counts in."""
+    """What all routes of a worker have in common, whatever the table says. C{folder} is where large bodies wait,
+    C{connections} what L{Upstream.used} counts in."""
 
     loop: asyncio.AbstractEventLoop
     board: Scoreboard
     prefixes: Prefixes
     room: WaitingRoom
+    folder: Path
     connections: list[int] = field(factory=lambda: [0, 0])
 
 

@@ -31,6 +31,7 @@ LENGTH = "length"
 CHUNKED = "chunked"
 UNTIL_CLOSE = "until close"
 MAX_ANSWER_HEAD = 64 * 1024
+ONE_WRITE = 64 * 1024
 EVENT_END = b"\n\n\r\n"
 # A chunk whose last field is its choices, as most are: then it is not the one with the usage, which comes last or has none.
 DELTA_END = b"}]}\n\n\r\n"
@@ -116,10 +117,15 @@ class EngineConnection(asyncio.Protocol):
         """The engine has accepted."""
         self.transport: asyncio.Transport = transport  # type: ignore[assignment]
 
-    def send(self, reader: Reader, client: Any, data: bytes) -> None:
-        """Send a request, head and body, and read its answer for C{reader}."""
+    def send(self, reader: Reader, client: Any, head: bytes, body: tuple[bytes | memoryview, ...] = ()) -> None:
+        """Send a request, and read its answer for C{reader}."""
         self.reader, self.client = reader, client
-        self.transport.write(data)
+        if len(body) == 1 and len(body[0]) < ONE_WRITE:
+            self.transport.write(head + body[0])
+            return
+        self.transport.write(head)
+        for piece in body:
+            self.transport.write(piece)
 
     def data_received(self, data: bytes) -> None:
         """A read: pass it on as it is, if that is known to be right, else parse it."""

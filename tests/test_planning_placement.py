@@ -51,7 +51,9 @@ def nodes_of(result):
 def refusal(ledger, wanted):
     result = ledger.place(wanted)
     assert isinstance(result, Explanation)
-    return result
+    full = ledger.explain(wanted)
+    assert full.line() == result.line(), "the short form and the full one say the same"
+    return full
 
 
 def test_binpack_takes_the_node_with_fewest_free_devices_that_fits():
@@ -270,8 +272,12 @@ def test_laws_of_placement(fleet, wants):
         result = ledger.place(wanted)
         if isinstance(result, Explanation):
             assert result.looked == len(fleet) == sum(len(checks) for checks in result.counts().values())
-            assert all(check.need > check.have for verdict in result.verdicts for check in verdict.checks)
-            assert all(verdict.checks for verdict in result.verdicts)
+            full = ledger.explain(wanted)
+            assert full.line() == result.line()
+            assert all(check.need > check.have for verdict in full.verdicts for check in verdict.checks)
+            assert all(verdict.checks for verdict in full.verdicts)
+            for hint in with_hints(full, ledger, wanted).hints:
+                assert hint.text
             continue
         assert len({allocation.node for allocation in result.allocations}) == nodes
         for allocation in result.allocations:

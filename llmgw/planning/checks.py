@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import NodeState
@@ -129,8 +129,7 @@ def _devices(room: NodeRoom, want: Want) -> Check | None:
     free = [r for r in rooms if not r.holders or (want.share and r.shareable)]
     if need <= len(free):
         return None
-    held = [r for r in rooms if r not in free]
-    return Check("devices", "too few devices", need, len(free), "devices", _sick(room), _holders(held))
+    return Check("devices", "too few devices", need, len(free), "devices", _sick(room))
 
 
 def _device_memory(room: NodeRoom, want: Want) -> Check | None:
@@ -190,10 +189,16 @@ CHECKS: tuple[Callable[[NodeRoom, Want], Check | None], ...] = (
 )
 
 
-def failed(room: NodeRoom, want: Want) -> tuple[Check, ...]:
-    """Everything that speaks against this node; what hardware it has is not asked of a node that never said."""
+def failed(room: NodeRoom, want: Want) -> Iterator[Check]:
+    """What speaks against this node, the first thing first; a node that never said what it has is not asked for it."""
     checks = CHECKS if room.candidate.facts is not None else CHECKS[:3]
-    return tuple(check for check in (one(room, want) for one in checks) if check is not None)
+    return (check for check in (one(room, want) for one in checks) if check is not None)
+
+
+def in_full(room: NodeRoom, want: Want) -> tuple[Check, ...]:
+    """Everything that speaks against it, and who holds what is missing."""
+    held = [r for r in room.devices.values() if r.holders and not (want.share and r.shareable)]
+    return tuple(evolve(c, holder=_holders(held)) if c.name == "devices" else c for c in failed(room, want))
 
 
 def fits(room: NodeRoom, want: Want) -> bool:

@@ -100,12 +100,12 @@ def _decline(draft: Draft, record: ShardRecord, code: str, text: str) -> None:
 
 def _reason(report: ShardReport) -> str:
     if report.diagnosis:
-        return f"{report.diagnosis.text} {report.diagnosis.advice}".strip()
+        return str(report.diagnosis)
     return report.reason or (str(report.exit) if report.exit else "")
 
 
 def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
-    state = report.state
+    state, said = report.state, report.reason
     if record.wanted is Wanted.RUN:
         if state in (ShardState.PLACED, ShardState.PENDING, ShardState.UNKNOWN):
             return
@@ -114,11 +114,14 @@ def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
     elif state is not ShardState.STOPPING:
         # The order is under way; until the agent says that it stops, ours is the better word.
         state = ShardState.DRAINING if record.wanted is Wanted.DRAIN else ShardState.STOPPING
+        said = "as ordered"
     if state is ShardState.STARTING and record.state in (ShardState.LOADING, ShardState.READY):
         state = ShardState.LOADING
     ready = state is ShardState.READY
     url, key = (report.url, report.key) if ready else ("", "")
-    reason = report.reason if report.reason or state is not record.state else record.reason
+    # Why it was ordered says more than that it was.
+    keeps = state is record.state and (record.wanted is not Wanted.RUN or not said)
+    reason = record.reason if keeps else said
     if record.wanted is Wanted.RUN and (url, key) != (record.url, record.key):
         record = evolve(record, url=url, key=key)
     if ready and record.next_at is not None:

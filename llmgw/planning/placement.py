@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from attrs import evolve, frozen
 
 from llmgw.fleet.node import Fabric
 from llmgw.fleet.shard import Allocation, shard_id
-from llmgw.planning.checks import Want, failed, fits
+from llmgw.planning.checks import Want, failed, fits, in_full
 from llmgw.planning.explanation import Check, Explanation, Verdict
 from llmgw.planning.room import Candidate, Claim, NodeRoom
 
@@ -51,7 +52,7 @@ class Ledger:
         rooms = self._choose(want, kind)
         if rooms:
             return self._claim(want, rooms)
-        refusal = self._hopeless[kind] = self._explain(want)
+        refusal = self._hopeless[kind] = self._refuse(want)
         return refusal
 
     def ports(self, node: str, count: int) -> tuple[int, ...] | None:
@@ -142,11 +143,17 @@ class Ledger:
             self._by_free[before].remove(room.name)
             insort(self._by_free[room.unclaimed], room.name)
 
-    def _explain(self, want: Want) -> Explanation:
+    def _refuse(self, want: Want) -> Explanation:
+        """Why there is no room, in short: only the first failed check of each node, since many plans find no room for much."""
+        return self._explanation(want, lambda room: tuple(islice(failed(room, want), 1)))
+
+    def explain(self, want: Want) -> Explanation:
+        """Everything that speaks against each node; for a want that has been refused."""
+        return self._explanation(want, lambda room: in_full(room, want))
+
+    def _explanation(self, want: Want, checks: Callable[[NodeRoom], tuple[Check, ...]]) -> Explanation:
         fitting = [room for room in self._rooms.values() if fits(room, want)] if want.count > 1 else []
-        verdicts = tuple(
-            Verdict(name, failed(room, want) or (_alone(room, want, fitting),)) for name, room in self._rooms.items()
-        )
+        verdicts = tuple(Verdict(name, checks(room) or (_alone(room, want, fitting),)) for name, room in self._rooms.items())
         return Explanation(want.model, len(verdicts), verdicts)
 
     def candidate(self, name: str) -> Candidate:

@@ -124,4 +124,5 @@ def explain(world: World, outcome: Outcome, model: str) -> Explanation | None:
     if pending is None:
         return None
     draft = Draft(evolve(world, nodes=outcome.nodes, shards=outcome.shards))
-    return with_hints(pending.explanation, ledger(draft), pending.want)
+    room = ledger(draft)
+    return with_hints(room.explain(pending.want), room, pending.want)

@@ -84,6 +84,8 @@ class DeviceRoom:
     def holder(self) -> str:
         """Who has the rest, for people."""
         names = [claim.holder.rpartition("/")[0] for claim in self.holders]
+        if not self.device.processes:
+            return ", ".join(names)
         strangers = sorted((p for p in self.device.processes if p.shard is None), key=lambda p: -(p.memory or 0))
         names += [f"{_held(p.memory)}held by pid {p.pid} {p.name}, not ours" for p in strangers]
         return ", ".join(names)

@@ -5,13 +5,14 @@ A vLLM with a few models prints thousands of histogram lines; an agent reads the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 Samples = Mapping[str, list[float]]
 
 
 def samples(text: str, names: Collection[str]) -> Samples:
-    """The values of each wanted name over all its label sets; names that do not occur are absent. Bad lines are skipped."""
+    """The values of each wanted name over all its label sets; names that do not occur are absent. Bad lines and NaN are skipped."""
     found: dict[str, list[float]] = {}
     starts = tuple(names)
     for line in text.splitlines():
@@ -27,9 +28,10 @@ def _value(rest: str) -> float | None:
     # Labels may hold blanks and braces inside their quotes; the value is what follows the last closing brace.
     fields = (rest.rpartition("}")[2] if rest.startswith("{") else rest).split()
     try:
-        return float(fields[0])
+        value = float(fields[0])
     except (IndexError, ValueError):
         return None
+    return value if math.isfinite(value) else None
 
 
 def total(found: Samples, name: str) -> int | None:

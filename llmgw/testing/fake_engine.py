@@ -101,6 +101,10 @@ class Engine:
             say(line)
         os._exit(code)
 
+    def end(self) -> None:
+        """What SIGTERM does."""
+        os._exit(0)
+
     async def flood(self) -> None:
         """Print a lot."""
         while self.settings.flood:
@@ -253,17 +257,20 @@ class Engine:
         return True
 
 
-def main(settings: argparse.Namespace | None = None) -> None:
+def serve(engine: Engine) -> None:
     """Run until somebody ends it; SIGTERM ends it at once with status 0."""
-    settings = settings or options()
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-        term = (lambda: say("ignored SIGTERM")) if settings.ignore_term else (lambda: os._exit(0))
-        loop.add_signal_handler(signal.SIGTERM, term)
-        await Engine(settings, os.environ.get("LLMGW_ENGINE_KEY")).run()
+        term = (lambda: say("ignored SIGTERM")) if engine.settings.ignore_term else engine.end
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, term)
+        await engine.run()
 
     asyncio.run(run())
+
+
+def main() -> None:
+    """The program."""
+    serve(Engine(options(), os.environ.get("LLMGW_ENGINE_KEY")))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,230 @@
+"""Stands in for vLLM where there is none: C{python -m llmgw.testing.standin_vllm serve MODEL ...} takes vLLM 0.33's options.
+
+Its command line is read by C{argparse} from the list of vLLM's own options, so what vLLM would refuse is refused here, with
+the same words and status. It is reached only when it has loaded, keeps its key to C{/v1}, and runs a process titled
+C{VLLM::EngineCore} that a SIGKILL of the server leaves behind, as vLLM's does (a minute long here); when that one dies,
+so does the server, with status 0. C{$STANDIN} holds options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any, NoReturn
+
+from llmgw.testing import fake_engine
+from llmgw.testing.fake_engine import say
+
+VERSION = "0.33.0"
+ORPHAN_SECONDS = 60.0
+# How long the server outlives its engine's process.
+DEAD_SECONDS = 0.5
+_PR_SET_NAME = 15
+
+
+def option_rows() -> list[tuple[list[str], str]]:
+    """vLLM's options: the names of each, and what it takes (value, values, json, switch, flag, append, optional)."""
+    text = files("llmgw.testing").joinpath("vllm_0_33_0_flags.txt").read_text()
+    return [(words[:-1], words[-1]) for line in text.splitlines() if (words := line.split())]
+
+
+def human_readable_int_or_auto(text: str) -> int:
+    """C{4096}, C{32k}, C{auto}; argparse shows this function's name when it cannot read a value."""
+    if text == "auto":
+        return -1
+    units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text)
+    if not found:
+        raise ValueError(text)
+    return int(float(found[1]) * units[found[2]])
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "--max-model-len": human_readable_int_or_auto,
+    "--gpu-memory-utilization": float,
+    **dict.fromkeys(
+        (
+            "--port",
+            "--nnodes",
+            "--node-rank",
+            "--master-port",
+            "--max-num-seqs",
+            "--max-num-batched-tokens",
+            "--shutdown-timeout",
+        ),
+        int,
+    ),
+    **dict.fromkeys(("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"), int),
+}
+_HOW: dict[str, dict[str, Any]] = {
+    "value": {},
+    "json": {"type": json.loads},
+    "values": {"nargs": "+"},
+    "optional": {"nargs": "?"},
+    "append": {"action": "append"},
+    "flag": {"action": "store_true"},
+    "switch": {"action": "store_true"},
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of C{vllm} as far as serving goes."""
+    top = argparse.ArgumentParser("vllm", allow_abbrev=False)
+    top.add_argument("-v", "--version", action="version", version=VERSION)
+    serve = top.add_subparsers(required=True, dest="what").add_parser("serve", allow_abbrev=False, add_help=False)
+    serve.add_argument("model_tag", nargs="?")
+    for names, kind in option_rows():
+        shape = dict(_HOW[kind])
+        if kind == "value":
+            shape |= {"type": _TYPES.get(names[0], str), "metavar": names[0].lstrip("-").replace("-", "_").upper()}
+        serve.add_argument(*names, **shape)
+        hidden = [f"--no-{name[2:]}" for name in names if name.startswith("--enable-") and kind == "switch"]
+        for name in hidden:
+            serve.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+    return top
+
+
+def spelled(word: str) -> str:
+    """An option as argparse knows it: underscores are dashes, and C{--a.b} sets something inside C{--a}."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.partition(".")[0].replace("_", "-") + equals + value
+
+
+def asked(arguments: list[str]) -> argparse.Namespace:
+    """The command line as vLLM takes it. Values inside JSON options (C{--a.b 1}) are taken and forgotten."""
+    kept, inner = [], False
+    for word in arguments:
+        if inner and not word.startswith("-"):
+            inner = False
+            continue
+        inner = bool(re.match(r"--[\w-]+\.[^=]*$", word))
+        if re.match(r"--[\w-]+\.", word) and spelled(word).partition("=")[0] in _json_options():
+            continue
+        kept.append(spelled(word))
+    return parser().parse_args(kept)
+
+
+def _json_options() -> set[str]:
+    return {name for names, kind in option_rows() if kind == "json" for name in names}
+
+
+def show_help() -> None:
+    """C{serve --help=all}."""
+    serve = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)).choices["serve"]
+    say(serve.format_help())
+
+
+class Standin(fake_engine.Engine):
+    """vLLM's own paths, metrics and lines of output around the fake engine's answers."""
+
+    prefix = "vllm"
+
+    def __init__(self, settings: argparse.Namespace, options: argparse.Namespace, core: int) -> None:
+        super().__init__(settings, os.environ.get("VLLM_API_KEY"))
+        self.options = options
+        self.core = core
+        self.watch: asyncio.Future[None] | None = None
+
+    async def load(self) -> None:
+        """Tell what vLLM tells on its way, in its order."""
+        self.watch = asyncio.ensure_future(self.follow_core())
+        say("INFO [model.py:601] Resolved architecture: LlamaForCausalLM")
+        begin, length = time.monotonic(), self.settings.load_seconds
+        say(f"(EngineCore pid={self.core}) INFO [gpu_model_runner.py:1] Starting to load model {self.options.model_tag}...")
+        while (spent := time.monotonic() - begin) < length:
+            say(f"Loading safetensors checkpoint shards: {int(100 * spent / length):3d}% Completed")
+            await asyncio.sleep(min(length - spent, max(0.05, length / 20)))
+        say(f"(EngineCore pid={self.core}) INFO [kv_cache_utils.py:1] GPU KV cache size: 100,000 tokens")
+        say("INFO:     Application startup complete.")
+
+    async def listen(self) -> None:
+        """Ranks above 0 serve nothing."""
+        if not self.options.headless:
+            await super().listen()
+
+    async def follow_core(self) -> None:
+        """Without its engine the server is unhealthy, and gone soon after."""
+        while os.waitpid(self.core, os.WNOHANG) == (0, 0):
+            await asyncio.sleep(0.05)
+        self.loaded = False
+        say("ERROR [async_llm.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.")
+        await asyncio.sleep(DEAD_SECONDS)
+        os._exit(0)
+
+    def end(self) -> None:
+        """SIGTERM ends the engine's process, too."""
+        self.exit(0)
+
+    def exit(self, code: int) -> NoReturn:
+        """Take the engine's process along."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.core, signal.SIGKILL)
+        for line in self.settings.say if code else ():
+            say(line)
+        os._exit(code)
+
+    def get(self, path: str) -> tuple[int, str, str] | None:
+        """An empty C{/health}; a version."""
+        if path in ("/health", "/ping"):
+            return 200 if self.loaded else 503, "text/plain", ""
+        if path == "/version":
+            return 200, "application/json", json.dumps({"version": VERSION})
+        return super().get(path)
+
+    def metrics(self) -> Mapping[str, float]:
+        """By vLLM's names and labels."""
+        counts = {
+            "num_requests_running": self.running,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": min(1.0, self.running / 100),
+            "prompt_tokens_total": self.served,
+            "generation_tokens_total": self.tokens,
+        }
+        labels = f'{{engine="0",model_name="{self.names[0]}"}}'
+        return {f"vllm:{name}{labels}": value for name, value in counts.items()}
+
+
+def engine_core() -> int:
+    """Fork the process that does the work; it outlives a killed server for C{ORPHAN_SECONDS} and no longer."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"VLLM::EngineCore", 0, 0, 0)
+    orphaned = 0.0
+    while not orphaned or time.monotonic() - orphaned < ORPHAN_SECONDS:
+        if not orphaned and os.getppid() != parent:
+            orphaned = time.monotonic()
+        time.sleep(0.1)
+    os._exit(0)
+
+
+def main() -> None:
+    """The program."""
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["serve"] and any(word.partition("=")[0] in ("--help", "-h") for word in arguments):
+        show_help()
+        return
+    options = asked(arguments)
+    names = options.served_model_name or [options.model_tag]
+    words = ["--host", options.host or "0.0.0.0", "--port", str(options.port or 8000)]
+    for name in names:
+        words += ["--name", name]
+    settings = fake_engine.options([*words, *shlex.split(os.environ.get("STANDIN", ""))])
+    fake_engine.serve(Standin(settings, options, engine_core()))
+
+
+if __name__ == "__main__":
+    main()

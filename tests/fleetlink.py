@@ -8,6 +8,7 @@ from twisted.internet.defer import Deferred, succeed
 from twisted.logger import formatEvent, globalLogPublisher
 from zope.interface import implementer
 
+from llmgw import pki
 from llmgw.agent.inode import INode
 from llmgw.agent.uplink import Uplink
 from llmgw.config.agent import AgentSettings
@@ -21,7 +22,9 @@ from llmgw.server.fleetport import FleetPort
 from llmgw.server.imembers import IMembers
 from llmgw.testing.certificates import Fleet
 from llmgw.testing.links import MemoryNetwork
+from llmgw.wire.identity import PeerCertificate
 from llmgw.wire.messages import Done, Register, Report
+from llmgw.wire.tls import LinkTls, TlsIdentity
 
 
 def order(shard="m/1/0", operation="op1", wanted=Wanted.RUN, filler=""):
@@ -177,16 +180,16 @@ class World:
         tls = self.files(name, pair or (fleet or self.fleet).server(name, [host, f"{name}.example"]), fleet)
         settings = FleetSettings(Address(host, 7443), Address(host, 7443), tls)
         members, leadership = members or Members(), leadership or Leadership(name)
-        port = FleetPort(
-            self.net, settings, name, (fleet or self.fleet).name, leadership, Timing(heartbeat=5.0), members, **more
-        )
+        port = FleetPort(self.net, settings, name, (fleet or self.fleet).name, leadership, Timing(heartbeat=5.0), members, **more)
         port.members, port.leadership, port.settings = members, leadership, settings
         if start:
             port.startService()
             self.stoppable.append(port)
         return port
 
-    def agent(self, name="n1", pair=None, servers=("10.0.0.1",), claim=None, node=None, state=None, start=True, fleet=None, **more):
+    def agent(
+        self, name="n1", pair=None, servers=("10.0.0.1",), claim=None, node=None, state=None, start=True, fleet=None, **more
+    ):
         tls = self.files(f"{name}-agent", pair or self.fleet.node(name), fleet)
         state = self.path / (state or f"{name}-state")
         state.mkdir(exist_ok=True)
@@ -204,8 +207,16 @@ class World:
         return self.net.until(lambda: node in port.sessions(), seconds)
 
     def bad_agent(self, name, pair, **more):
-        """An agent whose own check of its certificate is left out."""
-        return self.agent(name, pair, **more)
+        """An agent that shows this certificate, though its own check at the start would refuse it."""
+        uplink = self.agent(name, start=False, **more)
+        end = pair.certificate.not_valid_after_utc.timestamp()
+        start = pair.certificate.not_valid_before_utc.timestamp()
+        serial, issuer = pki.serial_of(pair.certificate), pair.certificate.issuer.rfc4514_string()
+        own = PeerCertificate(self.fleet.name, "node", name, serial, start, end, issuer=issuer)
+        uplink._tls = LinkTls(TlsIdentity(own, [pair.certificate], pair.key, [self.fleet.authority.certificate]))
+        uplink.startService()
+        self.stoppable.append(uplink)
+        return uplink
 
     def stop(self, *services):
         """Stop these and return the seconds until all had stopped."""
@@ -226,3 +237,12 @@ class World:
         self.net.run(5)
         left = self.net.getDelayedCalls()
         assert not left, f"timers left: {left}"
+
+
+def a_world(path):
+    """The body of each test file's C{world} fixture."""
+    world = World(path)
+    try:
+        yield world
+    finally:
+        world.close()

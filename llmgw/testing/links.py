@@ -81,10 +81,12 @@ class End:
             data = bytes(self._buffer)
             self._buffer.clear()
             self.other.protocol.dataReceived(data)
-        if not self._buffer and self._paused and self._producer is not None:
+        if self._buffer:
+            return
+        if self._paused and self._producer is not None:
             self._paused = False
             self._producer.resumeProducing()
-        if not self._buffer and self.disconnecting and self._producer is None:
+        elif self.disconnecting:
             self._lose(ConnectionDone())
             if not self.silent:
                 self.other.hung_up()

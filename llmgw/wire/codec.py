@@ -144,7 +144,7 @@ def _make_converter() -> cattrs.Converter:
         converter.register_structure_hook(kind, hook)
     converter.register_structure_hook_factory(_is_tuple, lambda kind: _only_from(list, _tuple_hook(converter, kind)))
     converter.register_structure_hook_factory(attrs.has, lambda kind: _only_from(dict, make_dict_structure_fn(kind, converter)))
-    converter.register_structure_hook_func(_is_argument, lambda value, _: value)
+    converter.register_structure_hook_func(lambda kind: kind is object or _is_argument(kind), lambda value, _: value)
     return converter
 
 

@@ -33,7 +33,7 @@ def reactor():
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, reactor):
     """An agent's configuration whose server never answers."""
     fleet = Fleet()
     files = fleet.write(tmp_path, "n1", fleet.node("n1"))
@@ -41,7 +41,8 @@ def folder(tmp_path):
         f"node: n1\nserver: 127.0.0.1:{free_port()}\naddress: 127.0.0.1\nstate: state\n"
         f"tls: {{authority: {files.authority}, certificate: {files.certificate}, key: {files.key}}}\n"
     )
-    return tmp_path
+    yield tmp_path
+    settle(reactor)
 
 
 class Daemons:
@@ -98,7 +99,7 @@ async def test_adopts_and_ends_within_two_seconds(reactor, daemons, engine):
     pid = await engine()
     agent = daemons.start()
     await until(reactor, lambda: "1 engines found running: m/1/0" in daemons.log(), daemons.log)
-    await until(reactor, lambda: "no leader" in daemons.log(), daemons.log)
+    await until(reactor, lambda: "refused" in daemons.log(), daemons.log)
     began = time.monotonic()
     agent.send_signal(signal.SIGTERM)
     agent.wait(5)
@@ -139,7 +140,7 @@ async def test_a_full_disk_keeps_no_agent_from_adopting(reactor, daemons, engine
     def heard() -> bool:
         with contextlib.suppress(BlockingIOError):
             said.extend(os.read(read, 65536))
-        return b"1 engines found running" in said and b"no leader" in said
+        return b"1 engines found running" in said and b"refused" in said
 
     await until(reactor, heard, lambda: said.decode())
     os.close(read)
@@ -177,8 +178,6 @@ async def test_reload(folder, reactor):
             agent.reload(settings)
     finally:
         await agent.stopService()
-        settle_later = reactor.callLater(0, lambda: None)
-        await until(reactor, lambda: settle_later.called)
 
 
 @pytest_twisted.ensureDeferred
@@ -212,3 +211,13 @@ async def test_a_stop_ordered_from_nobody(reactor, daemons, engine, folder):
     report = rig.reports()["m/1/0"]
     assert (report.pid, report.state) == (pid, ShardState.READY)
     rig.leave()
+
+
+def test_timers_run_by_a_clock_that_nobody_can_set():
+    """A process whose timers are steady fires them whatever the wall clock does."""
+    code = (
+        "import time\nfrom twisted.internet import reactor\nfrom llmgw.daemon import steady_clock\nsteady_clock(reactor)\n"
+        "assert abs(reactor.seconds() - time.monotonic()) < 1\nbegan = time.monotonic()\n"
+        "reactor.callLater(0.2, reactor.stop)\nreactor.run()\nassert 0.19 < time.monotonic() - began < 5\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

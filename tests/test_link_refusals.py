@@ -56,7 +56,7 @@ CASES = {
     "other authority": (
         lambda fleet: Fleet(name="07e207e207e2").node("n1"),
         ["does not know the authority that issued our certificate n1", "llmgw fleet 07e207e207e2"],
-        ["issued by CN=llmgw fleet 07e207e207e2, which is not our authority"],
+        ["certificate n1", "issued by CN=llmgw fleet 07e207e207e2, which is not our authority"],
     ),
     "serverAuth only": (
         lambda fleet: fleet.wrong_purpose("n1"),

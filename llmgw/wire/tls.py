@@ -28,6 +28,7 @@ from llmgw.pkifolder import read_certificates, read_pair
 from llmgw.wire.identity import EXPIRED, NOT_YET_VALID, IdentityError, PeerCertificate, Verdict
 from llmgw.wire.messages import ALPN
 
+_NO_AUTO_CHAIN = 0x8  # SSL_MODE_NO_AUTO_CHAIN, which pyOpenSSL does not name
 _REQUIRED = SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT
 
 
@@ -55,7 +56,10 @@ class TlsIdentity:
             raiseMinimumTo=TLSVersion.TLSv1_3,
             acceptableProtocols=[ALPN],
         )
-        return options.getContext()
+        context = options.getContext()
+        # Else OpenSSL adds the authority to what we send; a peer with another one would then complain of it, not of us.
+        context.set_mode(_NO_AUTO_CHAIN)
+        return context
 
 
 def read_identity(files: TlsFiles, role: str) -> TlsIdentity:

@@ -12,7 +12,7 @@ Samples = Mapping[str, list[float]]
 
 
 def samples(text: str, names: Collection[str]) -> Samples:
-    """The values of each wanted name over all its label sets; names that do not occur are absent. Bad lines and NaN are skipped."""
+    """The values of each wanted name over all its label sets; absent if there is none. Bad lines and NaN are skipped."""
     found: dict[str, list[float]] = {}
     starts = tuple(names)
     for line in text.splitlines():

@@ -31,6 +31,7 @@ class StillRouters(SimRouters):
         self._time = Clock()
         super().__init__(self._time)
         self.delay = 0.0
+        self.taken_over = 0
         self.path = folder / "table.json"
         self.stopped: list[bool] = []
 

@@ -128,12 +128,27 @@ def test_an_operation_is_the_same_under_the_next_leader_and_new_after_a_lost_sto
 
 def test_a_diagnosis_is_the_reason_and_its_advice_follows():
     """What an operator reads is the first cause and what to do."""
-    why = Diagnosis("configuration", "vLLM could not fit its KV cache.", "Lower `context` to 79360.")
+    why = Diagnosis("configuration", "vLLM could not fit its KV cache", "Lower `context` to 79360.")
     outcome = reconcile(world(shard(state=ShardState.LOADING), told={"a": told(report(state=ShardState.FAILED, diagnosis=why))}))
     said = "vLLM could not fit its KV cache. Lower `context` to 79360. Attempt 2 of 5, next in 10 s."
     assert only(outcome).reason == said
     assert outcome.events[-1].text == f"m/1/0 a: loading -> backoff: {said}"
     assert only(outcome).url == "" and outcome.wake == 10.0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "state", "seen"),
+    [
+        (Wanted.DRAIN, ShardState.DRAINING, ShardState.READY),
+        (Wanted.STOP, ShardState.STOPPING, ShardState.READY),
+        (Wanted.STOP, ShardState.STOPPING, ShardState.STOPPING),
+    ],
+)
+def test_why_it_was_ordered_away_stays_the_reason(wanted, state, seen):
+    """What a node last said of an engine that served is old news, and that it stops as ordered is none."""
+    leaving = shard(wanted=wanted, state=state, reason="m wants 0")
+    outcome = reconcile(world(leaving, models=[model(replicas=0)], told={"a": told(report(state=seen, reason="it serves"))}))
+    assert only(outcome).state is state and only(outcome).reason == "m wants 0"
 
 
 def test_an_unseen_exit_is_unknown_never_zero():

@@ -27,7 +27,6 @@ from llmgw.admin.errors import BadRequest, answer_for, body
 from llmgw.admin.fields import Fields
 from llmgw.admin.handlers import Handler, Handlers
 from llmgw.config.settings import Address, ServerSettings
-from llmgw.daemon import give_up
 from llmgw.errors import LlmgwError
 from llmgw.server.service import Server
 
@@ -103,10 +102,18 @@ class Api(Resource):
 
 
 class QuietSite(Site):
-    """What operators ask is no news: twisted.web would log every request."""
+    """What operators ask is no news: twisted.web would log every request. C{name} is what the log calls it."""
 
     displayTracebacks = False  # noqa: N815  (Twisted's name)
     noisy = False
+
+    def __init__(self, name: str, resource: Any) -> None:
+        super().__init__(resource)
+        self._name = name
+
+    def logPrefix(self) -> str:
+        """From Twisted."""
+        return self._name
 
     def log(self, request: Any) -> None:
         """Say nothing."""
@@ -124,8 +131,9 @@ class Admin(Service):
     def __init__(self, path: Path, server: Server, reactor: Any) -> None:
         self.setName("admin")
         self._path = path
+        self._server = server
         self._reactor = reactor
-        self._site = QuietSite(Api(server, Handlers(server, reactor).routes()))
+        self._site = QuietSite("admin", Api(server, Handlers(server, reactor).routes()))
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:
@@ -136,7 +144,7 @@ class Admin(Service):
             self._port = self._reactor.listenUNIX(str(self._path), self._site, mode=MODE)
         except (OSError, CannotListenError, LlmgwError) as error:
             why = getattr(error, "socketError", error)
-            give_up(self._reactor, f"llmgw-server cannot start: admin.socket {self._path}: {why}")
+            self._server.cannot_start(f"admin.socket {self._path}: {why}")
 
     def _clear(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -169,8 +177,9 @@ class MetricsPort(Service):
     def __init__(self, address: Address, server: Server, reactor: Any) -> None:
         self.setName("metrics")
         self._address = address
+        self._server = server
         self._reactor = reactor
-        self._site = QuietSite(Api(server, {}))
+        self._site = QuietSite("metrics", Api(server, {}))
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:
@@ -180,7 +189,7 @@ class MetricsPort(Service):
             self._port = self._reactor.listenTCP(self._address.port, self._site, interface=self._address.host)
         except (OSError, CannotListenError) as error:
             why = getattr(error, "socketError", error)
-            give_up(self._reactor, f"llmgw-server cannot start: router.metrics {self._address}: {why}")
+            self._server.cannot_start(f"router.metrics {self._address}: {why}")
 
     def stopService(self) -> Deferred[Any]:
         """Close the port."""

@@ -325,13 +325,12 @@ class Node:
     def _tell_event(self, said: Transition) -> None:
         now, why = said.report, said.diagnosis
         self.log.info(
-            "{shard} attempt {attempt}: {before} -> {after}: {reason}{advice}",
+            "{shard} attempt {attempt}: {before} -> {after}: {reason}",
             shard=now.shard,
             attempt=now.attempt,
             before=str(said.before),
             after=str(now.state),
-            reason=said.reason,
-            advice=f" {why.advice}" if why and why.advice else "",
+            reason=str(evolve(why, text=said.reason)) if why else said.reason,
         )
         event = Event(now.shard, now.attempt, str(said.before), str(now.state), said.reason, why, said.tail, self._clock())
         if self._send is not None:

@@ -202,6 +202,9 @@ class Diagnosis:
     text: str
     advice: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.text.rstrip('.')}. {self.advice}" if self.advice else self.text
+
 
 @frozen
 class ShardReport:

@@ -15,7 +15,7 @@ from attrs import evolve
 from twisted.application.service import Service
 from twisted.internet.defer import Deferred, DeferredList, succeed
 from twisted.internet.error import CannotListenError
-from twisted.internet.interfaces import IAddress, IListeningPort, IProtocol, IProtocolFactory
+from twisted.internet.interfaces import IAddress, IListeningPort, ILoggingContext, IProtocol, IProtocolFactory
 from twisted.internet.task import LoopingCall
 from twisted.logger import Logger
 from twisted.protocols.tls import TLSMemoryBIOFactory
@@ -374,7 +374,7 @@ class FleetPort(Service):
         self._watch.look(shown, self._wall())
 
 
-@implementer(IProtocolFactory)
+@implementer(IProtocolFactory, ILoggingContext)
 class _Maker:
     """A factory out of a function; None from it closes the connection at once."""
 
@@ -384,6 +384,10 @@ class _Maker:
     def buildProtocol(self, addr: IAddress) -> IProtocol | None:
         """From Twisted."""
         return self._make(addr)
+
+    def logPrefix(self) -> str:
+        """From Twisted: what the log calls the port."""
+        return "fleet"
 
     def doStart(self) -> None:
         """From Twisted."""

@@ -137,8 +137,7 @@ class Server(Service):
         try:
             self._listen()
         except (LlmgwError, OSError) as error:
-            self._at_once = True
-            give_up(self._reactor, f"llmgw-server cannot start: {error}")
+            self.cannot_start(error)
             return
         self._starting = Deferred.fromCoroutine(self._start())
         self._starting.addErrback(self._cannot)
@@ -161,8 +160,15 @@ class Server(Service):
             return
         if not failure.check(LlmgwError):
             self.log.failure("while starting", failure)
-        self._at_once = True  # no server will come that its workers could be waiting for
-        give_up(self._reactor, f"llmgw-server cannot start: {failure.value}")
+        self.cannot_start(failure.value)
+
+    def cannot_start(self, why: object) -> None:
+        """End the daemon with one sentence.
+
+        Its router ends with it, unless there was one before: that one must outlive a fault that the next start may not have.
+        """
+        self._at_once = not self.workers.taken_over
+        give_up(self._reactor, f"llmgw-server cannot start: {why}")
 
     async def _start(self) -> None:
         opened = await self._open()

@@ -71,6 +71,7 @@ class RouterWorkers:
     """All workers of this server.
 
     @ivar table: the table last published, or found on disk; None before L{listen} and where there has never been one.
+    @ivar taken_over: how many sockets are from workers that still ran.
     @ivar on_demand: called with the name of a model that is asked for and has no endpoint.
     @ivar on_failure: called with C{(endpoint id, sentence)} when an endpoint fails a request.
     @ivar on_usage: called with the rows of a worker's usage message.
@@ -85,6 +86,7 @@ class RouterWorkers:
         self.table: Table | None = None
         self.places: list[Place] = []
         self.generation = 0
+        self.taken_over = 0
         self.on_demand: Callable[[str], None] = lambda model: None
         self.on_failure: Callable[[str, str], None] = lambda endpoint, text: None
         self.on_usage: Callable[[list[dict[str, Any]]], None] = lambda rows: None
@@ -114,12 +116,12 @@ class RouterWorkers:
         # Made here, since of two workers that made it at once each would have its own.
         Prefixes(shared_file(self.folder, "prefixes")).close()
         self._sockets = collect(self.folder, (self._settings.listen.host, self._settings.listen.port))
-        taken = len(self._sockets)
+        self.taken_over = len(self._sockets)
         while len(self._sockets) < self._settings.workers:
             self._sockets.append(self._bind(shared=bool(old) or bool(self._sockets)))
         self.log.info(
             "Router listens on {address} with {count} sockets, {taken} of them taken over from generation {before}.",
-            address=str(self.address), count=len(self._sockets), taken=taken, before=old[0][0] if old else 0,
+            address=str(self.address), count=len(self._sockets), taken=self.taken_over, before=old[0][0] if old else 0,
         )  # fmt: skip
 
     @property

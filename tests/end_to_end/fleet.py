@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llmgw.router.sharedfile import shared_file
+
 BIN = Path(sys.executable).parent
 PATIENCE = 20.0
 GIVEN: set[int] = set()
@@ -278,4 +280,6 @@ class RealFleet:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not processes(str(self.folder)), "everything killed")
+        for name in ("scoreboard", "prefixes"):  # what is killed leaves these to the next server, and here none comes
+            shared_file(self.folder / "state" / "router", name).unlink(missing_ok=True)
         return left

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 
 import pytest
 
-from tests.end_to_end.fleet import BIN, fake_model, until
+from tests.end_to_end.fleet import BIN, fake_model, processes, until
 
 
 def refused(fleet, kind: str, config: str) -> tuple[int, str]:
@@ -69,6 +70,26 @@ def test_a_port_that_is_taken(fleet):
         code, text = refused(fleet, "server", "server.yaml")
     assert code not in (0, -9)
     assert f"127.0.0.1:{fleet.fleet}" in text and "Traceback" not in text
+    until(lambda: not processes(str(fleet.folder)), "no router is left behind", 5)
+
+
+def test_a_router_outlives_a_server_that_cannot_start(fleet):
+    """The workers of a killed server go on answering when the next server finds its port taken, and when that has passed."""
+    fleet.write_server(fake_model())
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    fleet.ready()
+    until(lambda: fleet.ask()[0] == 200, "routed")
+    fleet.end("server", signal.SIGKILL)
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        until(lambda: holder.bind(("127.0.0.1", fleet.fleet)) is None, "the port is free")
+        holder.listen()
+        assert fleet.daemon("server", "server", fleet.folder / "server.yaml").wait(10) not in (0, -9)
+        assert [fleet.ask()[0] for _ in range(20)] == [200] * 20
+    fleet.start_server()
+    assert [fleet.ask()[0] for _ in range(20)] == [200] * 20
 
 
 def test_a_second_server_on_one_store_is_refused(fleet):
@@ -85,6 +106,18 @@ def test_a_second_server_on_one_store_is_refused(fleet):
     code, out = refused(fleet, "server", "second.yaml")
     assert code not in (0, -9)
     assert str(process.pid) in out and "Traceback" not in out
+
+
+def test_an_admin_socket_that_is_taken(fleet):
+    """One sentence, and no router goes on for a server that never was one."""
+    fleet.write_server(fake_model())
+    with socket.socket(socket.AF_UNIX) as holder:
+        holder.bind(str(fleet.socket))
+        holder.listen()
+        code, text = refused(fleet, "server", "server.yaml")
+    assert code not in (0, -9)
+    assert "admin.sock" in text and "Traceback" not in text
+    until(lambda: not processes(str(fleet.folder)), "no router is left behind", 5)
 
 
 def test_a_second_agent_on_one_state_folder_is_refused(fleet):

@@ -12,7 +12,7 @@ from twisted.python import usage
 from llmgw.admin.api import make_admin
 from llmgw.config.server import ServerSettings, read_server
 from llmgw.config.text import read_file
-from llmgw.daemon import Lifecycle, SystemdNotify, refuse_configuration
+from llmgw.daemon import Lifecycle, SystemdNotify, refuse_configuration, steady_clock
 from llmgw.errors import LlmgwError
 from llmgw.server.service import make_server
 
@@ -44,6 +44,8 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     """The server's services; nothing is opened before they start."""
     if reactor is None:
         from twisted.internet import reactor
+
+        steady_clock(reactor)
     settings = options.settings
     top = MultiService()
     server = make_server(settings, reactor)

@@ -34,8 +34,8 @@ from llmgw.engines.registry import adapters
 from llmgw.errors import LlmgwError
 from llmgw.interfaces import ShardLaunch
 
-# What SIGHUP can change besides certificates; it reaches the server with the next registration.
-RELOADABLE = ("address", "ports", "labels", "fabrics", "environment")
+# What SIGHUP can change: for the next link and its registration.
+RELOADABLE = ("servers", "tls", "address", "ports", "labels", "fabrics", "environment")
 
 
 class Agent(MultiService):
@@ -104,7 +104,7 @@ class Agent(MultiService):
             self._state.close()
 
     def reload(self, settings: AgentSettings) -> None:
-        """SIGHUP: renewed certificates for the next link, and what else can change without a restart.
+        """SIGHUP: what can change without a restart, from the next link on.
 
         @raise LlmgwError: certificates cannot be used, or something changed that only a restart changes; the rest is in force.
         """

@@ -15,6 +15,8 @@ from twisted.python.failure import Failure
 from llmgw.errors import LlmgwError
 
 OUTPUT_LIMIT = 4 * 2**20
+# A grandchild may hold the pipes open for ever; this long they are read on after the child has ended.
+LINGER = 0.5
 
 
 class ChildFailed(LlmgwError):
@@ -30,7 +32,9 @@ class Output:
 
 
 class _Child(ProcessProtocol):
-    def __init__(self, name: str, limit: int) -> None:
+    def __init__(self, reactor: Any, name: str, limit: int) -> None:
+        self._reactor = reactor
+        self._linger: Any = None
         self._name = name
         self._limit = limit
         self._parts: list[bytes] = []
@@ -56,11 +60,13 @@ class _Child(ProcessProtocol):
             pass
 
     def processExited(self, reason: Failure) -> None:
-        # A grandchild may hold the pipes open for ever; what matters is the child.
+        # What it printed last may still be in the pipes: closed at once, that would be lost.
         if self.transport:
-            self.transport.loseConnection()
+            self._linger = self._reactor.callLater(0 if self._why else LINGER, self.transport.loseConnection)
 
     def processEnded(self, reason: Failure) -> None:
+        if self._linger and self._linger.active():
+            self._linger.cancel()
         ended, self.ended = self.ended, Deferred()
         if ended.called:  # It was cancelled.
             return
@@ -81,7 +87,7 @@ def run_child(
     @return: errbacks with L{ChildFailed}.
     """
     name = argv[0]
-    child = _Child(name, limit)
+    child = _Child(reactor, name, limit)
     ended = child.ended
     try:
         reactor.spawnProcess(child, argv[0], list(argv), env=dict(environment))

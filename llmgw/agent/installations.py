@@ -101,7 +101,9 @@ class Installations:
         """Read what was kept, and ask what was not, in the background."""
         try:
             kept = json.loads(self._cache.read_text())
-            self._answers = {str(key): str(value) for key, value in dict(kept).items()}
+            if not isinstance(kept, dict):
+                raise ValueError("it holds no mapping")
+            self._answers = {str(key): str(value) for key, value in kept.items()}
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -112,7 +114,8 @@ class Installations:
 
     def stop(self) -> None:
         """Ask no more; what is asked now is killed."""
-        for asked in list(self._asking.values()):
+        # The last first: one that ends lets the next one begin.
+        for asked in reversed(list(self._asking.values())):
             asked.cancel()
         self._asking.clear()
 
@@ -122,9 +125,9 @@ class Installations:
 
     def flags(self, installation: Installation) -> Flags:
         """What the installed version prints in its help; empty while or where nobody could ask."""
-        adapter = self._adapters[installation.adapter]
+        adapter = self._adapters.get(installation.adapter)
         output = self._answers.get(self._key(installation, "flags"))
-        return adapter.flags(output) if output else Flags()
+        return adapter.flags(output) if adapter and output else Flags()
 
     def _key(self, installation: Installation, what: str) -> str:
         return f"{what} {stamp(installation.command, self._environment.get('PATH'))}"

@@ -134,8 +134,8 @@ def _heads(case: Case) -> Iterator[Problem]:
 
 
 def _kv_heads(case: Case) -> Iterator[Problem]:
-    kv_heads, tensor = case.shape.kv_heads, case.profile.parallel.tensor
-    if not kv_heads or case.shape.latent is not None:
+    heads, kv_heads, tensor = case.shape.heads, case.shape.kv_heads, case.profile.parallel.tensor
+    if not kv_heads or case.shape.latent is not None or (heads and heads % tensor):
         return
     if tensor % kv_heads if tensor > kv_heads else kv_heads % tensor:
         fit = divisors(kv_heads)

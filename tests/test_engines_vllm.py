@@ -1,0 +1,472 @@
+"""The vLLM adapter: golden argv, checks before a start, causes after an end, and a stand-in that takes vLLM's own options."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+
+import pytest
+from attrs import evolve
+
+from llmgw.engines.vllm import memory_share, vllm
+from llmgw.engines.vllm_checks import RESERVED
+from llmgw.fleet.model import Parallel, Profile, Resources
+from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
+from llmgw.fleet.shard import Allocation, EngineLoad, ShardExit, WeightFiles
+from llmgw.interfaces import Flags, Phase
+from llmgw.testing.standin_vllm import human_readable_int_or_auto, option_rows, parser
+from tests.running_engine import RunningEngine, free_port, until
+
+GIB = 2**30
+VLLM = Installation("vllm", "vllm", ("vllm",), "0.33.0")
+STANDIN = Installation("vllm", "vllm", (sys.executable, "-m", "llmgw.testing.standin_vllm"), "0.33.0")
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "max_position_embeddings": 131072,
+}
+FILES = WeightFiles("llama", True, "/models/llama", format="safetensors", bytes=16 * GIB, config=LLAMA_8B)
+HELP = parser()._subparsers._group_actions[0].choices["serve"].format_help()
+FLAGS = vllm.flags(HELP)
+TAIL = ("--shutdown-timeout", "10", "--disable-access-log-for-endpoints", "/health,/metrics")
+
+
+def launch(profile, allocation=None, files=FILES, served=("llama-8b", "default"), installation=VLLM):
+    return vllm.launch(profile, allocation or Allocation("n1", ports=(20001,)), installation, files, served, "the-key")
+
+
+def problems(files=FILES, node=None, flags=FLAGS, **changes):
+    profile = evolve(Profile("vllm", "llama"), **changes)
+    return vllm.problems(profile, files, node, VLLM, flags)
+
+
+def config(**changes):
+    return evolve(FILES, config={**LLAMA_8B, **changes})
+
+
+def gpu(capability, driver="580.65", cuda=13000):
+    device = Device("GPU-a", 0, "GPU", memory_total=80 * GIB, capability=capability)
+    return NodeFacts("n1", "10.0.0.1", Inventory(cpus=8, memory_total=64 * GIB, devices=(device,), driver=driver, cuda=cuda))
+
+
+def test_argv_of_one_node():
+    """Weights by path, the names it serves, each kind of parallelism, context, arguments in the profile's order."""
+    profile = Profile(
+        "vllm",
+        "llama",
+        context=32768,
+        parallel=Parallel(tensor=2, pipeline=2, data=2, expert=True),
+        arguments={
+            "max-num-seqs": 64,
+            "enable-prefix-caching": False,
+            "enable-auto-tool-choice": True,
+            "speculative-config": {"method": "ngram"},
+            "allowed-origins": ["*"],
+            "cudagraph-capture-sizes": [1, 2],
+            "seed": -1,
+            "quantization": None,
+        },
+        extra_argv=("--enforce-eager",),
+    )
+    devices = tuple(f"GPU-{n}" for n in range(8))
+    allocation = Allocation("n1", address="10.0.0.1", devices=devices, ports=(20001, 20002, 20003))
+    made = launch(profile, allocation)
+    assert made.argv == (
+        "vllm", "serve", "/models/llama", "--host", "10.0.0.1", "--port", "20001", "--served-model-name", "llama-8b", "default",
+        "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--data-parallel-size", "2",
+        "--data-parallel-rpc-port", "20003", "--enable-expert-parallel", "--max-model-len", "32768", *TAIL,
+        "--max-num-seqs", "64", "--no-enable-prefix-caching", "--enable-auto-tool-choice",
+        "--speculative-config", '{"method":"ngram"}', "--allowed-origins", '["*"]', "--cudagraph-capture-sizes", "1", "2",
+        "--seed=-1", "--enforce-eager",
+    )  # fmt: skip
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == ",".join(devices)
+    assert (made.url, made.limit, made.ready, made.models) == ("http://10.0.0.1:20001", 64, "/health", "/v1/models")
+    parser().parse_args(made.argv[1:])
+
+
+def test_weights_of_the_hub_keep_their_revision():
+    """Where nothing was found on the node, the name and the revision go on apart, and the hub may be asked."""
+    made = launch(Profile("vllm", "hf:org/model@abc"), files=None)
+    assert made.argv[2:5] == ("org/model", "--revision", "abc")
+    assert "HF_HUB_OFFLINE" not in made.defaults
+    assert launch(Profile("vllm", "llama")).defaults["HF_HUB_OFFLINE"] == "1"
+
+
+def test_argv_over_nodes_differs_by_rank_only():
+    """Every rank gets one argv but for its address, rank and --headless; only rank 0 serves; the fabric's interface is named."""
+    profile = Profile("vllm", "llama", parallel=Parallel(tensor=8, pipeline=2, nodes=2))
+    first = Allocation(
+        "n1", 0, 2, "10.0.0.1", ports=(20001, 20002, 20003), head="10.9.0.1", head_port=20002,
+        peers=("10.9.0.1", "10.9.0.2"), interface="ib0",
+    )  # fmt: skip
+    head, other = launch(profile, first), launch(profile, evolve(first, node="n2", rank=1, address="10.0.0.2"))
+    ranks = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "10.9.0.1", "--master-port", "20002")
+    at = head.argv.index("--nnodes")
+    assert head.argv[at : at + 8] == ranks
+    assert other.argv[at : at + 9] == (*ranks[:3], "1", *ranks[4:], "--headless")
+    assert [word for word in other.argv if word != "--headless"] == [
+        {"10.0.0.1": "10.0.0.2"}.get(word, "1" if index == at + 3 else word) for index, word in enumerate(head.argv)
+    ]
+    assert (other.url, other.ready, other.models, other.metrics) == ("", None, None, None)
+    assert (head.environment["VLLM_HOST_IP"], other.environment["VLLM_HOST_IP"]) == ("10.9.0.1", "10.9.0.2")
+    assert {(other.defaults | dict(other.environment))[f"{what}_SOCKET_IFNAME"] for what in ("NCCL", "GLOO", "TP")} == {"ib0"}
+    parser().parse_args(other.argv[1:])
+
+
+@pytest.mark.parametrize(
+    ("resources", "given", "share"),
+    [
+        (Resources(), {"device_free": 79 * GIB}, None),
+        (Resources(), {"device_free": 60 * GIB}, 0.74),
+        (Resources(share=True), {"memory": 20 * GIB}, 0.25),
+        (Resources(device_memory=40 * GIB), {"memory": 40 * GIB}, 0.5),
+        (Resources(device_memory=80 * GIB), {"memory": 80 * GIB}, 0.95),
+        (Resources(share=True), {"memory": 20 * GIB, "device_total": None}, None),
+    ],
+)
+def test_memory_share(resources, given, share):
+    """vLLM's own share of a free device; less beside others' memory; what is claimed where that is said; never all of it."""
+    allocation = Allocation("n1", **{"devices": ("GPU-a",), "ports": (20001,), "device_total": 80 * GIB, **given})
+    profile = Profile("vllm", "llama", resources=resources)
+    assert memory_share(profile, allocation) == share
+    argv = launch(profile, allocation).argv
+    assert ("--gpu-memory-utilization" in argv) == (share is not None)
+    assert share is None or f"{share:.3f}" in argv
+    assert memory_share(evolve(profile, arguments={"gpu-memory-utilization": 0.3}), allocation) is None
+
+
+def test_the_key_is_in_the_environment_only():
+    """Every rank gets it; argv and URL, which anybody can read, do not; a profile cannot replace it."""
+    made = launch(Profile("vllm", "llama", environment={"VLLM_API_KEY": "mine", "VLLM_LOGGING_LEVEL": "DEBUG"}))
+    assert made.environment["VLLM_API_KEY"] == "the-key"
+    assert made.environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert "the-key" not in " ".join((*made.argv, made.url, *made.defaults.values()))
+
+
+def test_needs():
+    """A device a rank; the least memory that serves one context; a range of ports where ranks must meet."""
+    needs = vllm.needs(Profile("vllm", "llama", context=8192, parallel=Parallel(tensor=4, pipeline=2, nodes=2)), FILES)
+    weights, cache = 16 * GIB // 8, 2 * 16 * 2 * 128 * 2 * 8192
+    assert needs.devices == 4
+    assert needs.ports > 1
+    assert weights + cache < needs.memory < weights + cache + 4 * GIB
+    assert vllm.needs(Profile("vllm", "llama", resources=Resources(devices=0)), FILES).memory is None
+    assert vllm.needs(Profile("vllm", "llama"), None).memory is None
+
+
+def test_flags_are_those_of_the_help():
+    """Every option of vLLM 0.33, its short forms, what takes no value, and the negations that the help hides."""
+    takes = {name: kind for names, kind in option_rows() for name in names}
+    assert FLAGS.names >= set(takes)
+    assert {name for name in takes if name in FLAGS.switches} == {
+        name for name, kind in takes.items() if kind in ("switch", "flag")
+    }
+    assert {"--no-enable-prefix-caching", "--disable-prefix-caching"} <= FLAGS.switches
+    assert "--no-headless" not in FLAGS.names
+
+
+def test_versions():
+    """The last line that is a version alone."""
+    assert vllm.version("WARNING 11-30 torch 2.9.1 is old\n0.33.0\n") == "0.33.0"
+    assert vllm.version("0.33.0rc1+cu130") == "0.33.0rc1+cu130"
+    assert vllm.version("ModuleNotFoundError: No module named 'torch'") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"max-num-seq": 3}, "vllm 0.33.0 has no option --max-num-seq; did you mean max-num-seqs?"),
+        ({"tensor_paralel_sizes": 3}, "did you mean tensor-parallel-size?"),
+        ({"enforce-eager": 3}, "--enforce-eager takes no value, found 3"),
+        ({"chat-template": True}, "--chat-template takes a value, found true"),
+        ({"chat-template": False}, "has --chat-template but no --no-chat-template"),
+    ],
+)
+def test_arguments_that_this_version_does_not_take(arguments, said):
+    """What is wrong with it, of which version, and the nearest there is."""
+    [problem] = problems(arguments=arguments)
+    assert said in problem.text
+    assert problem.where == f"arguments.{next(iter(arguments))}"
+
+
+def test_spellings_that_vllm_takes():
+    """Underscores, keys inside JSON options, negations; and without a help text nothing is refused."""
+    good = {"max_num_seqs": 3, "compilation-config.level": 3, "no-such": None}
+    assert [problem.code for problem in problems(arguments=good)] == ["unknown_argument"]
+    assert problems(arguments={"max_num_seqs": 3, "compilation-config.level": 3}) == []
+    assert problems(flags=Flags(), arguments={"whatever": 1}) == []
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_reserved_arguments(name):
+    """What llmgw sets is refused in arguments and in extra_argv, with what to use instead, in both spellings."""
+    for changes in (
+        {"arguments": {name.replace("-", "_"): "x"}},
+        {"extra_argv": (f"--{name}=x",)},
+        {"extra_argv": (f"--{name}", "x")},
+    ):
+        found = problems(flags=Flags(), **changes)
+        assert [problem.code for problem in found] == ["reserved_argument"], changes
+        assert RESERVED[name] in found[0].text
+
+
+MOE = {"num_experts": 60}
+KV_4 = config(num_attention_heads=24, num_key_value_heads=4, head_dim=128)
+AWQ = config(quantization_config={"quant_method": "awq"})
+TOKENS, CHUNKED, TOOLS = "max-num-batched-tokens", "enable-chunked-prefill", "enable-auto-tool-choice"
+MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128, "num_key_value_heads": 128}
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "where", "figures"),
+    [
+        (FILES, {"parallel": Parallel(tensor=3)}, "parallel.tensor", ("3", "32", "1, 2, 4, 8, 16, 32")),
+        (KV_4, {"parallel": Parallel(tensor=6)}, "parallel.tensor", ("6", "4", "1, 2, 4")),
+        (FILES, {"parallel": Parallel(pipeline=40)}, "parallel.pipeline", ("40", "32")),
+        (FILES, {"parallel": Parallel(expert=True)}, "parallel.expert", ("no experts",)),
+        (config(**MOE), {"parallel": Parallel(tensor=8, expert=True)}, "parallel.expert", ("8", "60", "1, 2, 3, 4, 5, 6, 10")),
+        (FILES, {"parallel": Parallel(tensor=4, nodes=3)}, "parallel.nodes", ("4 ranks", "3 nodes")),
+        (FILES, {"parallel": Parallel(tensor=4), "resources": Resources(devices=2)}, "resources.devices", ("2", "4")),
+        (FILES, {"context": 200000}, "context", ("200000", "131072")),
+        (FILES, {"arguments": {TOKENS: 32, "max-num-seqs": 64}}, f"arguments.{TOKENS}", ("32", "64")),
+        (FILES, {"context": 4096, "arguments": {TOKENS: 2048, CHUNKED: False}}, f"arguments.{TOKENS}", ("2048", "4096")),
+        (FILES, {"arguments": {TOOLS: True}}, f"arguments.{TOOLS}", ("tool-call-parser",)),
+        (evolve(FILES, format="gguf"), {}, "weights", ("GGUF", "llamacpp")),
+        (evolve(FILES, config={}), {}, "weights", ("/models/llama", "config.json")),
+        (evolve(FILES, config={"x": 1}), {}, "weights", ("/models/llama", "no architecture")),
+        (AWQ, {"arguments": {"quantization": "gptq"}}, "arguments.quantization", ("gptq", "awq")),
+        (None, {"weights": None}, "weights", ("vllm needs `weights`",)),
+        (WeightFiles("llama", False, looked=("/a/llama", "/b/llama")), {}, "weights", ("/a/llama, /b/llama",)),
+        (FILES, {"environment": {"LD_PRELOAD": "x.so"}}, "environment.LD_PRELOAD", ("belongs to the node",)),
+        (FILES, {"environment": {"CUDA_VISIBLE_DEVICES": "0"}}, "environment.CUDA_VISIBLE_DEVICES", ("llmgw's own to set",)),
+    ],
+)
+def test_refused_before_a_start(files, changes, where, figures):
+    """Each mistake at its place, with its figures and the way out, and nothing besides."""
+    [problem] = problems(files=files, **changes)
+    assert problem.where == where
+    assert [figure for figure in figures if figure not in problem.text] == [], problem.text
+
+
+@pytest.mark.parametrize(
+    ("files", "changes"),
+    [
+        (FILES, {"parallel": Parallel(tensor=16)}),
+        (config(**MLA), {"parallel": Parallel(tensor=16)}),
+        (config(**MOE), {"parallel": Parallel(tensor=2, data=2, expert=True)}),
+        (FILES, {"context": 200000, "environment": {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}}),
+        (config(rope_scaling={"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 50000}), {"context": 200000}),
+        (evolve(FILES, config={"architectures": ["X"], "text_config": LLAMA_8B}), {"parallel": Parallel(tensor=8)}),
+        (None, {"parallel": Parallel(tensor=7), "context": 10**6}),
+    ],
+)
+def test_not_refused(files, changes):
+    """What vLLM takes is taken, and what nobody knows is no reason to refuse."""
+    assert problems(files=files, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "files", "arguments", "figures"),
+    [
+        (gpu((7, 0)), FILES, {}, ("7.5", "7.0")),
+        (gpu((7, 5)), FILES, {"dtype": "bfloat16"}, ("8.0", "7.5")),
+        (gpu((7, 5)), config(quantization_config={"quant_method": "mxfp4"}), {}, ("8.0", "7.5")),
+        (gpu((9, 0), "570.1", 12080), FILES, {}, ("570.1", "CUDA 13")),
+    ],
+)
+def test_a_node_that_cannot_run_it(node, files, arguments, figures):
+    """GPU and driver are compared with what the build and the weights want."""
+    built = evolve(VLLM, version="0.33.0+cu130")
+    profile = Profile("vllm", "llama", arguments=arguments)
+    [problem] = vllm.problems(profile, files, node, built, FLAGS)
+    assert [figure for figure in figures if figure not in problem.text] == [], problem.text
+    assert vllm.problems(profile, files, gpu((10, 0)), built, FLAGS) == []
+
+
+def test_warnings():
+    """Key-value heads kept several times; tensor parallelism over nodes."""
+    profile = Profile("vllm", "llama", parallel=Parallel(tensor=16, nodes=2))
+    found = vllm.warnings(profile, FILES, None, VLLM, FLAGS)
+    assert [row.where.partition(".")[0] for row in found] == ["parallel", "parallel"]
+    assert all(word in found[0].text for word in ("tensor 16", "8", "2 times"))
+    assert found[1].code == "tensor_over_nodes"
+
+
+CONSEQUENCES = (
+    "Traceback (most recent call last):",
+    '  File "core.py", line 1, in run',
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+)
+CORE = "(EngineCore pid=7) ERROR 11-30 12:00:00 [core.py:7] "
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "cause", "said"),
+    [
+        (2, "vllm: error: unrecognized arguments: --no-such-flag 1", "configuration", "it does not know --no-such-flag 1"),
+        (2, "vllm serve: error: argument --max-model-len: invalid human_readable_int_or_auto value: 'abc'", "configuration", "the value of --max-model-len"),  # noqa: E501
+        (1, "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder", "source", "cannot find the weights"),  # noqa: E501
+        (1, "  Value error, User-specified max_model_len (999999) is greater than the derived max_model_len (max_position_embeddings=2048.0 or model_max_length=None in model's config.json). [type=value_error]", "configuration", "context 999999 is more than the 2048 tokens"),  # noqa: E501
+        (1, "  Value error, Total number of attention heads (4) must be divisible by tensor parallel size (3). [type=value_error]", "configuration", "4 attention heads cannot be divided over tensor 3"),  # noqa: E501
+        (1, "OSError: [Errno 98] Address already in use", "retry", "a port it was given is in use"),
+        (1, CORE + "ValueError: To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is needed, which is larger than the available KV cache memory (3.5 GiB). Based on the available memory, the estimated maximum model length is 28672.", "configuration", "131072 tokens need 16.0 GiB, 3.5 GiB are left"),  # noqa: E501
+        (1, CORE + "ValueError: Free memory on device cuda:0 (20.1/79.2 GiB) on startup is less than desired GPU memory utilization (0.92, 72.9 GiB).", "clean_and_retry", "it wants 72.9 GiB of a device that has 20.1 of 79.2 GiB free"),  # noqa: E501
+        (1, CORE + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "configuration", "out of device memory"),  # noqa: E501
+        (1, CORE + "ValueError: No available memory for the cache blocks.", "configuration", "no device memory for a KV cache"),
+        (1, "  Value error, Model architectures ['NewForCausalLM'] are not supported for now.", "configuration", "'NewForCausalLM'"),  # noqa: E501
+        (1, "  Value error, The quantization method fp8 is not supported for the current GPU. Minimum capability: 75. Current capability: 70.", "configuration", "quantization fp8 needs"),  # noqa: E501
+        (1, "RuntimeError: Failed to infer device type", "node", "it sees no GPU"),
+        (1, CORE + "RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -9)", "clean_and_retry", "worker VllmWorker-1"),  # noqa: E501
+        (1, "OSError: [Errno 28] No space left on device", "node", "disk of the node is full"),
+        (1, CORE + "ValueError: nobody has seen this one", "configuration", "nobody has seen this one"),
+    ],
+)  # fmt: skip
+def test_causes(code, line, cause, said):
+    """Of pages of traceback the line that tells why, as a sentence; never the consequence that stands below it."""
+    told = vllm.diagnose(ShardExit(code), ("INFO starting", CONSEQUENCES[0], line, *CONSEQUENCES))
+    assert (told.cause, said in told.text) == (cause, True), told
+    assert told.advice
+
+
+def test_the_cause_of_nothing_known():
+    """Status 0 of an engine that should run, a signal, and the first exception."""
+    assert "ended by itself with exit status 0" in vllm.diagnose(ShardExit(0), ()).text
+    assert "SIGKILL" in vllm.diagnose(ShardExit(signal=9), ("INFO fine",)).text
+    assert "KeyError: 'x'" in vllm.diagnose(ShardExit(1), ("KeyError: 'x'",)).text
+
+
+@pytest.mark.parametrize(
+    ("line", "phase"),
+    [
+        ("INFO [model.py:1] Resolved architecture: LlamaForCausalLM", Phase("configured", 0.02)),
+        ("(Worker) INFO Starting to load model /models/llama...", Phase("weights", 0.05)),
+        ("\rLoading safetensors checkpoint shards:  50% Completed | 2/4 [00:01<00:01]", Phase("weights", 0.325)),
+        ("Loading safetensors checkpoint shards:   0% | 0/4\rLoading safetensors checkpoint shards: 100% | 4/4", Phase("weights", 0.6)),  # noqa: E501
+        ("INFO torch.compile took 20.1 s in total", Phase("compiled", 0.75)),
+        ("INFO GPU KV cache size: 100,000 tokens", Phase("cache", 0.8)),
+        ("INFO Graph capturing finished in 10 secs", Phase("graphs", 0.95)),
+        ("INFO:     Application startup complete.", Phase("ready", 1.0)),
+        ("INFO: 127.0.0.1 - GET /health 200", None),
+    ],
+)  # fmt: skip
+def test_phases(line, phase):
+    """How far a start is, from the lines of its log."""
+    assert vllm.phase(line) == phase
+
+
+def test_load():
+    """Requests over all data parallel ranks, the fullest cache, all tokens; no number where vLLM gave none."""
+    text = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1e3
+vllm:generation_tokens_total{engine="0",model_name="m"} 20
+"""
+    assert vllm.load(text) == EngineLoad(running=7, waiting=1, kv_used=0.75, tokens=1020)
+    assert vllm.load("vllm:num_requests_running NaN\n").running is None
+
+
+def started(folder, profile=None, served=("llama-8b", "default"), **environment):
+    """The stand-in, by the adapter's own argv."""
+    allocation = Allocation("n1", ports=(free_port(),))
+    made = launch(profile or Profile("vllm", "llama", context=4096), allocation, served=served, installation=STANDIN)
+    return RunningEngine(made, folder, environment)
+
+
+def core_of(pid):
+    """The pid of the child titled as vLLM's engine, once it has its title."""
+    with open(f"/proc/{pid}/task/{pid}/children") as children:
+        for child in children.read().split():
+            with open(f"/proc/{child}/comm") as comm:
+                if comm.read().startswith("VLLM::EngineCor"):
+                    return int(child)
+    return None
+
+
+def test_the_stand_in_serves_by_the_adapters_argv(tmp_path):
+    """Refused until ready, phases in order, names listed, key on /v1 only, an answer, a stream, its load, and SIGTERM."""
+    with started(tmp_path, STANDIN="--load-seconds 0.3") as engine:
+        until(lambda: any("Starting to load" in line for line in engine.lines))
+        assert engine.request("/health") == (0, "")
+        engine.ready(5)
+        names = [row["id"] for row in json.loads(engine.request("/v1/models")[1])["data"]]
+        assert names == ["llama-8b", "default"]
+        assert [engine.request(path, key=False)[0] for path in ("/v1/models", "/health", "/metrics")] == [401, 200, 200]
+        ask = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+        assert engine.request("/v1/chat/completions", ask, key=False)[0] == 401
+        status, text = engine.request("/v1/chat/completions", ask)
+        assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "once upon a")
+        assert engine.request("/v1/chat/completions", ask | {"model": "other"})[0] == 404
+        stream = engine.request("/v1/chat/completions", ask | {"stream": True})[1]
+        assert stream.count("data: ") == 5 and stream.rstrip().endswith("data: [DONE]")
+        assert vllm.load(engine.request("/metrics")[1]) == EngineLoad(running=0, waiting=0, kv_used=0.0, tokens=8)
+        phases = [phase.progress for line in engine.lines if (phase := vllm.phase(line))]
+        assert phases == sorted(phases) and phases[-1] == 1.0
+        assert engine.terminate() == 0
+
+
+def test_the_stand_in_leaves_its_engine_behind_when_killed(tmp_path):
+    """SIGKILL of the server leaves VLLM::EngineCore; SIGTERM does not; without its engine the server ends, with status 0."""
+    with started(tmp_path) as engine:
+        engine.ready(5)
+        core = until(lambda: core_of(engine.process.pid))
+        engine.process.kill()
+        engine.process.wait(5)
+        os.kill(core, 0)
+        os.kill(core, signal.SIGKILL)
+    with started(tmp_path) as engine:
+        engine.ready(5)
+        os.kill(until(lambda: core_of(engine.process.pid)), signal.SIGKILL)
+        until(lambda: engine.request("/health")[0] in (503, 0))
+        assert engine.process.wait(5) == 0
+    with started(tmp_path) as engine:
+        engine.ready(5)
+        core = until(lambda: core_of(engine.process.pid))
+        assert engine.terminate() == 0
+        with contextlib.suppress(ProcessLookupError):
+            until(lambda: os.kill(core, 0), 2)
+
+
+def test_a_headless_rank_listens_nowhere(tmp_path):
+    """It comes up, tells so, and refuses connections."""
+    port = free_port()
+    profile = Profile("vllm", "llama", parallel=Parallel(pipeline=2, nodes=2))
+    allocation = Allocation("n2", 1, 2, ports=(port,), head="127.0.0.1", head_port=port, peers=("127.0.0.1", "127.0.0.1"))
+    with RunningEngine(launch(profile, allocation, installation=STANDIN), tmp_path) as engine:
+        until(lambda: any(vllm.phase(line) == Phase("ready", 1.0) for line in engine.lines))
+        engine.launch = evolve(engine.launch, url=f"http://127.0.0.1:{port}")
+        assert engine.request("/health") == (0, "")
+        assert engine.terminate() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"no-such-flag": 1}, "it does not know --no-such-flag 1"),
+        ({"max-num-seqs": "many"}, "it cannot use the value of --max-num-seqs (invalid int value: 'many')"),
+    ],
+)
+def test_what_the_stand_in_refuses_is_diagnosed(tmp_path, arguments, said):
+    """As vLLM does: status 2, and a text whose cause is the profile."""
+    with started(tmp_path, Profile("vllm", "llama", arguments=arguments)) as engine:
+        status = engine.process.wait(10)
+        told = vllm.diagnose(ShardExit(status), engine.lines)
+    assert status == 2
+    assert (told.cause, told.text) == ("configuration", f"vLLM: {said}")
+
+
+def test_numbers_as_vllm_reads_them():
+    """Suffixes of ten and of two, and auto."""
+    assert [human_readable_int_or_auto(text) for text in ("4096", "32k", "1.5K", "auto")] == [4096, 32000, 1536, -1]
+    with pytest.raises(ValueError, match="abc"):
+        human_readable_int_or_auto("abc")

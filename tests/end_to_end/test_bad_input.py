@@ -171,5 +171,5 @@ def test_a_full_disk_stops_nothing(fleet, tiny_disk):
     assert fleet.ask()[0] == 200
     assert fleet.ready()[0]["pid"] == before["pid"]
     filler.unlink()
-    until(lambda: "llmgw_" in fleet.llmgw("key", "create", "y") or True, "keys can be made again")
+    until(lambda: fleet.llmgw("key", "create", "y"), "keys can be made again")
     assert fleet.ready()[0]["pid"] == before["pid"]

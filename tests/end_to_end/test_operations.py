@@ -93,7 +93,7 @@ def test_cordon_survives_restarts_of_agent_and_server(serving):
 def test_logs_come_through_the_link(serving):
     """The engine's output, found by its shard, never by a path."""
     shard = serving.ready()[0]["id"]
-    assert "ready" in serving.llmgw("logs", shard).lower() or serving.llmgw("logs", shard)
+    until(lambda: "ready" in serving.llmgw("logs", shard).lower(), "the engine's own words")
     assert serving.llmgw("logs", "../../etc/passwd", code=None).count("root:") == 0
 
 

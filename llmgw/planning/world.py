@@ -159,7 +159,9 @@ class Draft:
         """Forget a shard; the newest of a model stays as a husk, since numbers of replicas never come back."""
         if record.allocation is not None:
             self._emptied(record.allocation.node, record.shard)
-        if record.number < self.number(record.model) or record.rank:
+        # Only a record may take over remembering: a node that merely reported a higher number can go away again.
+        newer = any(other.model == record.model and other.number > record.number for other in self.shards.values())
+        if newer or record.rank:
             del self.shards[record.shard]
             return
         husk = ShardRecord(record.shard, record.model, record.number, generation=record.generation, attempt=record.attempt)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import frozen
+from attrs import evolve, frozen
 from twisted.logger import Logger
 
 from llmgw.agent.launching import CannotStart, other_user, own_cgroup
@@ -20,8 +20,8 @@ from llmgw.agent.ports import holder, port_is_free
 from llmgw.agent.shardfolder import Intent
 from llmgw.config.agent import AgentSettings
 from llmgw.engines.launch import child_environment
-from llmgw.fleet.node import Installation, Inventory, NodeFacts
-from llmgw.fleet.shard import ShardOrder, WeightFiles
+from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
+from llmgw.fleet.shard import Allocation, ShardOrder, WeightFiles
 from llmgw.fleet.units import show_size
 from llmgw.interfaces import Flags, IEngineAdapter, ShardLaunch
 
@@ -96,7 +96,8 @@ class Checks:
         flags = await self._equipment.flags(installation)
         self._check_profile(order, adapter, installation, files, flags)
         key = self._new_key()
-        launch = adapter.launch(order.profile, order.allocation, installation, files, order.served, key)
+        allocation = as_seen(order.allocation, self._equipment.inventory)
+        launch = adapter.launch(order.profile, allocation, installation, files, order.served, key)
         engine = next((one for one in self.settings.engines if one.name == installation.name), None)
         user = other_user(engine.user if engine else None)
         mine, theirs = self.settings.environment, engine.environment if engine else {}
@@ -176,3 +177,21 @@ class Checks:
 
     def _others(self, order: ShardOrder) -> list[ShardOrder]:
         return [other for other in self._held() if (other.shard, other.attempt) != (order.shard, order.attempt)]
+
+
+def as_seen(allocation: Allocation, inventory: Inventory | None) -> Allocation:
+    """The allocation with the figures of its smallest device, so that an engine takes no more than it was given.
+
+    Free is what strangers leave: what our own engines hold is their claims' business, or was held by one that has ended.
+    """
+    there = {device.uuid: device for device in inventory.devices} if inventory else {}
+    ours = [there[uuid] for uuid in allocation.devices if uuid in there]
+    totals = [device.memory_total for device in ours if device.memory_total]
+    if len(totals) != len(allocation.devices) or not totals:
+        return allocation
+    return evolve(allocation, device_total=min(totals), device_free=min(map(_left_by_strangers, ours)))
+
+
+def _left_by_strangers(device: Device) -> int:
+    strangers = sum(process.memory or 0 for process in device.processes if process.shard is None)
+    return max(0, (device.memory_total or 0) - device.memory_reserved - strangers)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from twisted.plugin import IPlugin
 from zope.interface import implementer
 
-from llmgw.engines import failures, metrics
+from llmgw.engines import failures, metrics, vllm_fit
 from llmgw.engines import vllm_checks as checks
 from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, words
 from llmgw.engines.memory import shape
@@ -97,8 +97,9 @@ class Vllm:
         installation: Installation | None,
         flags: Flags,
     ) -> list[Problem]:
-        """See L{vllm_checks}."""
-        return checks.problems(checks.Case(profile, files, node, installation, flags))
+        """See L{vllm_checks} and L{vllm_fit}."""
+        case = checks.Case(profile, files, node, installation, flags)
+        return checks.problems(case) + vllm_fit.problems(case)
 
     def warnings(
         self,
@@ -108,8 +109,9 @@ class Vllm:
         installation: Installation | None,
         flags: Flags,
     ) -> list[Problem]:
-        """See L{vllm_checks}."""
-        return checks.warnings(checks.Case(profile, files, node, installation, flags))
+        """See L{vllm_checks} and L{vllm_fit}."""
+        case = checks.Case(profile, files, node, installation, flags)
+        return checks.warnings(case) + vllm_fit.warnings(case)
 
     def launch(
         self,
@@ -136,7 +138,7 @@ class Vllm:
         return ShardLaunch(
             argv=(*(installation.command or self.default_command), "serve", *own, *arguments, *profile.extra_argv),
             environment={**profile.environment, **_environment(allocation, key)},
-            defaults=_defaults(files),
+            defaults=_defaults(files, allocation),
             url=http_url(allocation.address, port) if serves else "",
             ready="/health" if serves else None,
             models="/v1/models" if serves else None,
@@ -213,22 +215,19 @@ def memory_share(profile: Profile, allocation: Allocation) -> float | None:
 
 
 def _environment(allocation: Allocation, key: str) -> dict[str, str]:
-    rank_address = allocation.peers[allocation.rank] if allocation.rank < len(allocation.peers) else allocation.address
-    found = {
-        KEY: key,
-        "CUDA_VISIBLE_DEVICES": ",".join(allocation.devices),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "VLLM_HOST_IP": rank_address,
-    }
+    found = {KEY: key, "CUDA_VISIBLE_DEVICES": ",".join(allocation.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    address = allocation.peers[allocation.rank] if allocation.rank < len(allocation.peers) else allocation.address
+    return found | ({"VLLM_HOST_IP": address} if address else {})
+
+
+def _defaults(files: WeightFiles | None, allocation: Allocation) -> dict[str, str]:
+    found = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if files is not None and files.found:
+        # With its files on disk the engine would still ask the hub at each start, and fail when that refuses.
+        found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if allocation.nodes > 1 and allocation.interface:
         found |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), allocation.interface)
     return found
-
-
-def _defaults(files: WeightFiles | None) -> dict[str, str]:
-    found = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    # With its files on disk the engine would still ask the hub at each start, and fail when that refuses.
-    return found | ({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if files is not None and files.found else {})
 
 
 vllm = Vllm()

@@ -21,16 +21,25 @@ from llmgw.interfaces import Flags
 _GIVEN = "llmgw gives it host and port"
 _SET = "set `parallel` in the profile"
 RESERVED = {
-    **dict.fromkeys(("host", "port", "uds"), _GIVEN),
+    **dict.fromkeys(("host", "port", "uds", "root-path", "grpc", "grpc-port", "ssl-keyfile", "ssl-certfile"), _GIVEN),
     "api-key": "llmgw gives it a key of its own",
+    "hf-token": "argv is readable for everyone on the node: set HF_TOKEN in agent.yaml",
+    "disable-log-stats": "llmgw reads its metrics",
     "served-model-name": "it serves under the model's name",
     "model": "set `weights`",
     "max-model-len": "set `context`",
     **dict.fromkeys(
         ("tensor-parallel-size", "tp", "pipeline-parallel-size", "pp", "data-parallel-size", "dp", "enable-expert-parallel"), _SET
     ),
-    **dict.fromkeys(("nnodes", "node-rank", "master-addr", "master-port", "headless"), "llmgw sets it for `parallel: {nodes}`"),
-    **dict.fromkeys(("data-parallel-address", "data-parallel-rpc-port", "data-parallel-rank"), "llmgw sets it"),
+    **dict.fromkeys(
+        ("nnodes", "n", "node-rank", "r", "master-addr", "master-port", "headless"), "llmgw sets it for `parallel: {nodes}`"
+    ),
+    **dict.fromkeys(
+        ("data-parallel-address", "dpa", "data-parallel-rpc-port", "dpp", "data-parallel-rank", "dpn"), "llmgw sets it"
+    ),
+    **dict.fromkeys(("data-parallel-start-rank", "dpr", "data-parallel-size-local", "dpl", "data-parallel-backend", "dpb"), _SET),
+    **dict.fromkeys(("data-parallel-hybrid-lb", "dph", "data-parallel-external-lb", "dpe"), _SET),
+    **dict.fromkeys(("data-parallel-multi-port-external-lb", "dpm", "distributed-executor-backend", "ep"), _SET),
     **dict.fromkeys(("shutdown-timeout", "disable-access-log-for-endpoints", "config"), "llmgw sets it"),
     "device-ids": "llmgw gives it devices by UUID",
 }
@@ -215,9 +224,14 @@ def _format(case: Case) -> Iterator[Problem]:
 
 def _quantization(case: Case) -> Iterator[Problem]:
     asked = case.profile.arguments.get("quantization")
-    if isinstance(asked, str) and case.quantization and asked != case.quantization:
+    if isinstance(asked, str) and case.quantization and _family(asked) != _family(case.quantization):
         text = f"quantization {asked} differs from the weights' own {case.quantization}: leave it out"
         yield Problem(text, "arguments.quantization", "quantization_mismatch")
+
+
+def _family(method: str) -> str:
+    """C{awq} for C{awq_marlin} and C{auto_awq}: other kernels for the same weights."""
+    return method.lower().replace("-", "_").removeprefix("auto_").removeprefix("gpt_oss_").removesuffix("_marlin")
 
 
 def _node(case: Case) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ from llmgw.admin.fields import Fields
 from llmgw.admin.handlers import Handler, Handlers
 from llmgw.config.settings import Address, ServerSettings
 from llmgw.errors import LlmgwError
+from llmgw.server.live import targets
 from llmgw.server.service import Server
 
 BODY_LIMIT = 8 * 2**20
@@ -39,7 +40,7 @@ class CannotServe(LlmgwError):
 
 
 class Api(Resource):
-    """C{/metrics} and C{routes}; the path is looked up whole, since names never stand in it."""
+    """C{/metrics}, C{/targets} (Prometheus' http_sd of the engines) and C{routes}; names never stand in a path."""
 
     isLeaf = True  # noqa: N815  (Twisted's name)
     log = Logger()
@@ -63,6 +64,9 @@ class Api(Resource):
             method, path = request.method.decode(errors="replace"), request.path.decode(errors="replace")
             if (method, path) == ("GET", "/metrics"):
                 self._send(request, 200, (await self._server.metrics()).encode(), b"text/plain; version=0.0.4; charset=utf-8")
+                return
+            if (method, path) == ("GET", "/targets"):
+                self._send(request, 200, json.dumps(targets(self._server.workers.table)).encode())
                 return
             status, found = 200, await self._find(method, path)(self._fields(request))
         except LlmgwError as error:
@@ -172,7 +176,7 @@ class Admin(Service):
 
 
 class MetricsPort(Service):
-    """C{router.metrics}: C{/metrics} and nothing else, for Prometheus, without a key."""
+    """C{router.metrics}: C{/metrics} and C{/targets} and nothing else, for Prometheus, without a key."""
 
     def __init__(self, address: Address, server: Server, reactor: Any) -> None:
         self.setName("metrics")

@@ -28,6 +28,7 @@ Data = dict[str, Any]
 Handler = Callable[[Fields], Awaitable[Data]]
 MAX_WAIT = 60.0
 MAX_EVENTS = 1000
+_SUMS = ("requests", "failures", "prompt_tokens", "completion_tokens", "cached_tokens", "seconds")
 
 
 class Handlers:
@@ -59,7 +60,9 @@ class Handlers:
             ("POST", "/v1/keys"): self.create_key,
             ("POST", "/v1/keys/revoke"): self.revoke_key,
             ("GET", "/v1/refusals"): self.refusals,
-            **dict.fromkeys((("GET", path) for path in ("/v1/rollout", "/v1/estimate", "/v1/usage", "/v1/top")), not_yet),
+            ("GET", "/v1/top"): self.top,
+            ("GET", "/v1/usage"): self.usage,
+            **dict.fromkeys((("GET", path) for path in ("/v1/rollout", "/v1/estimate")), not_yet),
             **dict.fromkeys((("POST", path) for path in ("/v1/rollout", "/v1/fetch")), not_yet),
         }
 
@@ -225,6 +228,19 @@ class Handlers:
         number = fields.text("id")
         await self._server.keys.revoke(number)
         return {"text": f"{number} is revoked"}
+
+    async def top(self, fields: Fields) -> Data:
+        """What the routers and engines are doing."""
+        return await self._server.top()
+
+    async def usage(self, fields: Fields) -> Data:
+        """What was used, in whole hours, by those of C{hour}, C{key} and C{model} that C{by} names."""
+        by = [word for word in fields.text("by", "key,model").split(",") if word]
+        if not by or not set(by) <= {"hour", "key", "model"}:
+            raise BadRequest(f"by must name some of hour, key, model, not {','.join(by)!r}")
+        since, until = fields.number("since", 0.0), fields.number("until", self._server.controller.clocks.wall())
+        rows = await self._server.store.usage(since, until, by)
+        return {"usage": [{name: value for name, value in asdict(row).items() if name in by or name in _SUMS} for row in rows]}
 
     async def refusals(self, fields: Fields) -> Data:
         """Agents that were turned away."""

@@ -39,19 +39,3 @@ def estimate_command(session: Session, model: str) -> None:
 def fetch_command(session: Session, model: str, node: str | None) -> None:
     """Have nodes download the weights of MODEL."""
     session.show(session.client.post("/v1/fetch", model=model, node=node))
-
-
-@click.command(name="usage")
-@json_option
-@pass_session
-def usage_command(session: Session) -> None:
-    """Tokens used, by key and model."""
-    session.show(session.client.get("/v1/usage"))
-
-
-@click.command(name="top")
-@json_option
-@pass_session
-def top_command(session: Session) -> None:
-    """What the models and engines are doing now."""
-    session.show(session.client.get("/v1/top"))

@@ -46,8 +46,8 @@ COMMANDS = {
     "rollout": "later",
     "estimate": "later",
     "fetch": "later",
-    "usage": "later",
-    "top": "later",
+    "usage": "live",
+    "top": "live",
 }
 
 

@@ -21,6 +21,8 @@ from twisted.python.failure import Failure
 from llmgw.config.server import ServerSettings
 from llmgw.daemon import give_up
 from llmgw.errors import LlmgwError
+from llmgw.fleet.shard import replica_of
+from llmgw.server import live
 from llmgw.server.catalogs import Catalogs
 from llmgw.server.controller import Controller
 from llmgw.server.fleetport import FleetPort
@@ -105,6 +107,13 @@ class Server(Service):
     def metrics(self) -> Deferred[str]:
         """The Prometheus text of routers and control plane."""
         return self.workers.metrics().addCallback(lambda text: text + fleet_metrics(self.view.all()))
+
+    async def top(self) -> dict[str, Any]:
+        """What the routers are doing, replica by replica, with what the engines say of themselves."""
+        text = await self.workers.metrics()
+        reports = [report for here in self.controller.members.present.values() for report in here.told.shards.values()]
+        loads = {replica_of(report.shard): report.load for report in reports if report.shard.endswith("/0")}
+        return live.top(text, self.workers.table, loads, self.controller.clocks.wall())
 
     def reload(self, settings: ServerSettings) -> None:
         """SIGHUP: take the catalog and the certificates of a new file; the rest needs a restart.

@@ -1,0 +1,1 @@
+The router waits in line per model, keeps keys to their limits, follows prompt prefixes and sessions, counts tokens (`llmgw usage`), shows what it does (`llmgw top`, `/metrics`, JSON access log) and lists engines for Prometheus (`/targets`).

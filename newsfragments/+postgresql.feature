@@ -1,1 +1,1 @@
-The store can be PostgreSQL: several servers contend for the lead by a lease, and `llmgw.store.copy` moves a fleet there.
+The store and its lease over PostgreSQL are there and tested; llmgw-server does not lead over them yet and refuses to start on one.

@@ -1,7 +1,7 @@
 """What every test is held to: no unhandled failure, no logged failure, no delayed call and no process left over.
 
-pytest-twisted by itself lets all four pass. A test that expects a failure to be logged asks for C{logged_failures} and
-takes it out of the list it gets.
+pytest-twisted by itself lets all four pass. A test that expects a failure to be logged says so
+with C{expect_failures}.
 """
 
 from __future__ import annotations
@@ -18,12 +18,6 @@ class _Seen(list):
     def __call__(self, event):
         if event.get("log_failure") is not None:
             self.append(event)
-
-
-@pytest.fixture
-def logged_failures():
-    """The failures logged so far; remove those that the test expects."""
-    return []
 
 
 def _children() -> set[int]:
@@ -51,7 +45,7 @@ def _state(pid: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_leftovers(request, logged_failures):
+def no_leftovers(request):
     """Fails a test that leaves something behind, and cleans up after it."""
     from twisted.internet import reactor
 
@@ -63,9 +57,8 @@ def no_leftovers(request, logged_failures):
     yield
     gc.collect()
     globalLogPublisher.removeObserver(seen)
-    logged_failures.extend(seen)
     expected = getattr(request.node, "expected_failures", ())
-    failures = [event for event in logged_failures if not any(event["log_failure"].check(kind) for kind in expected)]
+    failures = [event for event in seen if not any(event["log_failure"].check(kind) for kind in expected)]
     calls = [call for call in reactor.getDelayedCalls() if call not in calls_before and call.active()]
     for call in calls:
         call.cancel()

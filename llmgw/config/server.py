@@ -18,7 +18,7 @@ from llmgw.config.machine import Machine, this_machine
 from llmgw.config.models import models
 from llmgw.config.settings import Address, FleetSettings, RouterSettings, ServerSettings, Timeouts, TlsFiles
 from llmgw.config.shape import Reading, Section, Wrong, duration, integer, list_of, matching, one_of, path, section, size, text
-from llmgw.config.storeurl import DEFAULT_STORE, store
+from llmgw.config.storeurl import DEFAULT_STORE, POSTGRESQL_NOT_YET, store
 from llmgw.config.text import Item, parse
 from llmgw.fleet.model import Catalog
 from llmgw.fleet.node import NODE_NAME
@@ -64,7 +64,7 @@ def _make(file: Path, item: Item, found: dict[str, Any], machine: Machine) -> Se
         state=found.get("state") or place.folder or STATE,
         timing=timing,
         catalog=found.get("models", Catalog()),
-        warnings=tuple(timing_warnings(timing)),
+        warnings=(*timing_warnings(timing), *([] if place.folder else [POSTGRESQL_NOT_YET])),
     )
 
 

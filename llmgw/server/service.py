@@ -19,6 +19,7 @@ from twisted.logger import Logger
 from twisted.python.failure import Failure
 
 from llmgw.config.server import ServerSettings
+from llmgw.config.storeurl import POSTGRESQL_NOT_YET
 from llmgw.daemon import give_up
 from llmgw.errors import LlmgwError
 from llmgw.fleet.shard import replica_of
@@ -152,6 +153,8 @@ class Server(Service):
         self._starting.addErrback(self._cannot)
 
     def _listen(self) -> None:
+        if not self.settings.store.startswith("sqlite:"):
+            raise LlmgwError(POSTGRESQL_NOT_YET)
         self.settings.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Before the router: it would take over the sockets of the server whose folder this is.
         self._lock.take()

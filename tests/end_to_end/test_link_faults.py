@@ -102,7 +102,8 @@ def test_an_agent_that_runs_nothing_says_so_and_the_server_lets_go(fleet):
                 os.kill(pid, signal.SIGKILL)
     shutil.rmtree(fleet.folder / "state" / "n1")
     fleet.start_agent("n1")
-    until(lambda: (s := fleet.shards()[0])["state"] == "ready" and s["pid"] != before["pid"] and s, "a new engine", 40)
+    after = until(lambda: (s := fleet.shards()[0])["state"] == "ready" and s["pid"] != before["pid"] and s, "a new engine", 40)
+    assert (after["id"], after["attempt"]) != (before["id"], before["attempt"])
     assert fleet.ask()[0] == 200
 
 

@@ -18,6 +18,7 @@ from twisted.internet.task import deferLater
 from llmgw.agent.adoption import begin
 from llmgw.agent.checks import Checks
 from llmgw.agent.node import Node
+from llmgw.agent.output import read_output
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import marked, marks_of, read_stat
 from llmgw.agent.reports import Surroundings, Transition
@@ -52,6 +53,14 @@ def free_port() -> int:
 def alive(pid: int) -> bool:
     stat = read_stat(pid)
     return bool(stat and stat.alive)
+
+
+def printed_child(shard) -> int | None:
+    """The pid of the child that the fake engine left in a session of its own."""
+    for line in read_output(shard.folder.path, 0, 10000).data.decode().splitlines():
+        if line.startswith("left a child: "):
+            return int(line.split()[-1])
+    return None
 
 
 async def until(reactor, found, what="", seconds=PATIENCE):
@@ -220,3 +229,20 @@ class NodeRig:
     def close(self) -> None:
         self.leave()
         kill_all(self.left)
+
+
+@contextlib.contextmanager
+def node_rigs(reactor, path: Path):
+    """Makes nodes over one state folder, one after another; in the end all are let go of, and what still runs is killed."""
+    made: list[NodeRig] = []
+
+    def make(**more) -> NodeRig:
+        made.append(NodeRig(reactor, path, **more))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.leave()
+    if made:
+        kill_all(made[-1].left)
+    settle(reactor)

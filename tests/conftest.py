@@ -73,6 +73,14 @@ def no_leftovers(request):
 
 
 @pytest.fixture
+def reactor():
+    """The reactor that pytest-twisted runs."""
+    from twisted.internet import reactor
+
+    return reactor
+
+
+@pytest.fixture
 def expect_failures(request):
     """Call it with exception types whose logging this test expects."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import select
 import shutil
 import signal
@@ -23,6 +24,13 @@ from llmgw.router.scoreboard import Scoreboard, shared_file
 from llmgw.router.table import KeyEntry, RoutedModel, Table, endpoint, key_digest, write_table
 
 KEY = "sk-test"
+OK = b'{"ok":true}'
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
+AUTH = b"Host: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+BODY = b'{"model":"m"}'
+LENGTH = b"Content-Length: 13\r\n"
+EVENTS = [b'data: {"n":%d}\n\n' % number for number in range(5)]
+DONE = b"data: [DONE]\n\n"
 
 
 def until(condition, seconds=5.0, what="condition"):
@@ -148,6 +156,27 @@ def request_bytes(body=b'{"model":"m","stream":true}', path=b"/v1/chat/completio
     return b"POST %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n%bContent-Length: %d\r\n\r\n%b" % (
         path, key.encode(), fields, len(body), body,
     )  # fmt: skip
+
+
+def plain(talk):
+    """The script of an engine that answers every request with C{OK}."""
+    while talk.request():
+        talk.answer(OK)
+
+
+def idle(rig):
+    until(lambda: rig.in_flight() == 0, 2, "nothing in flight")
+
+
+def stream(rig, **client):
+    """A client that has just asked for a stream."""
+    raw = rig.client()
+    raw.send(request_bytes(**client))
+    return raw
+
+
+def descriptors(rig):
+    return len(os.listdir(f"/proc/{rig.process.pid}/fd"))
 
 
 class RawClient:

@@ -27,13 +27,6 @@ exec {python} -m llmgw.testing.standin_vllm "$@"
 
 
 @pytest.fixture
-def reactor():
-    from twisted.internet import reactor
-
-    return reactor
-
-
-@pytest.fixture
 def logged():
     """Events logged during the test."""
     events = []

@@ -26,13 +26,6 @@ TWISTD = Path(sys.executable).parent / "twistd"
 
 
 @pytest.fixture
-def reactor():
-    from twisted.internet import reactor
-
-    return reactor
-
-
-@pytest.fixture
 def folder(tmp_path, reactor):
     """An agent's configuration whose server never answers."""
     fleet = Fleet()

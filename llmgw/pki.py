@@ -1,4 +1,4 @@
-"""The fleet's certificates: one authority, and a certificate per server and per node. No I/O: see L{llmgw.pkifolder}.
+"""The fleet's certificates: one authority, and a certificate per server, node and operator. No I/O: see L{llmgw.pkifolder}.
 
 An identity is one URI in the certificate, C{llmgw://FLEET/ROLE/NAME}; the common name is for people only. The authority
 carries C{llmgw://FLEET}, so that the fleet's id can be read back from C{ca.pem}. Certificates begin five minutes ago, since
@@ -24,11 +24,15 @@ from llmgw.errors import LlmgwError
 from llmgw.fleet.node import NODE_NAME
 from llmgw.fleet.units import show_duration
 
-NODE, SERVER = "node", "server"
+NODE, SERVER, OPERATOR = "node", "server", "operator"
 AUTHORITY_DAYS, LEAF_DAYS = 3650, 730
 BACK_DATED = timedelta(minutes=5)
 FLEET_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z", re.ASCII)
-_USAGE = {NODE: ExtendedKeyUsageOID.CLIENT_AUTH, SERVER: ExtendedKeyUsageOID.SERVER_AUTH}
+_USAGE = {
+    NODE: ExtendedKeyUsageOID.CLIENT_AUTH,
+    SERVER: ExtendedKeyUsageOID.SERVER_AUTH,
+    OPERATOR: ExtendedKeyUsageOID.CLIENT_AUTH,
+}
 _HOST = re.compile(
     r"(?=.{1,253}\Z)[a-z0-9_]([a-z0-9_-]*[a-z0-9])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9])?)*\Z", re.ASCII | re.IGNORECASE
 )
@@ -40,7 +44,7 @@ class PkiError(LlmgwError):
 
 @frozen
 class Identity:
-    """Who a certificate says its holder is. C{role} is C{node} or C{server}."""
+    """Who a certificate says its holder is. C{role} is C{node}, C{server} or C{operator}."""
 
     fleet: str
     role: str
@@ -90,7 +94,7 @@ def issue(
 ) -> Pair:
     """A certificate of C{role} for C{name}, never valid longer than its authority.
 
-    @param addresses: DNS names and IP addresses under which a server is reached; none for a node.
+    @param addresses: DNS names and IP addresses under which a server is reached; none for a node or an operator.
     @raise PkiError: a bad name or address, or an authority that has expired.
     """
     if not NODE_NAME.match(name):
@@ -189,12 +193,16 @@ def identity_of(certificate: x509.Certificate) -> Identity:
     scheme, _, rest = uris[0].partition("://")
     fleet, role, name = rest.split("/") if rest.count("/") == 2 else ("", "", "")
     if scheme != "llmgw" or not FLEET_ID.match(fleet) or role not in _USAGE or not NODE_NAME.match(name):
-        raise PkiError(f"its URI {uris[0]!r} is not of the form llmgw://FLEET/node/NAME or llmgw://FLEET/server/NAME")
+        raise PkiError(f"its URI {uris[0]!r} is not of the form llmgw://FLEET/ROLE/NAME with the role {', '.join(_USAGE)}")
     if usages_of(certificate) != {_USAGE[role]}:
-        raise PkiError(
-            f"it names a {role}, but its extended key usage is not {'clientAuth' if role == NODE else 'serverAuth'} alone"
-        )
+        purpose = "serverAuth" if role == SERVER else "clientAuth"
+        raise PkiError(f"it names {with_article(role)}, but its extended key usage is not {purpose} alone")
     return Identity(fleet, role, name)
+
+
+def with_article(role: str) -> str:
+    """C{a node}, C{a server}, C{an operator}."""
+    return f"{'an' if role == OPERATOR else 'a'} {role}"
 
 
 def usages_of(certificate: x509.Certificate) -> set[x509.ObjectIdentifier]:

@@ -176,3 +176,20 @@ def test_no_key_is_ever_printed(folder, capsys):
     captured = capsys.readouterr()
     assert "PRIVATE" not in captured.out + captured.err
     assert pki.serial_of(pkifolder.read_certificates(Path(folder) / "n3.pem")[0]) in captured.out
+
+
+def test_an_operators_certificate_is_a_clients_and_kept_private(folder, capsys):
+    """Role operator, clientAuth alone, key 0600, a year; renewing keeps the role, and no daemon takes it for its own."""
+    made(folder, "operator", "alice")
+    assert "operator alice, valid until" in capsys.readouterr().out
+    certificate = pkifolder.read_certificates(folder / "alice.pem")[0]
+    assert pki.identity_of(certificate).role == "operator"
+    assert pki.usages_of(certificate) == pki.usages_of(pkifolder.read_certificates(folder / "n1.pem")[0])
+    assert timedelta(days=364) < certificate.not_valid_after_utc - NOW < timedelta(days=366)
+    assert (folder / "alice.key").stat().st_mode & 0o777 == 0o600
+    made(folder, "renew", "alice")
+    assert pki.identity_of(pkifolder.read_certificates(folder / "alice.pem")[0]).role == "operator"
+    file = folder.parent / "agent.yaml"
+    file.write_text(AGENT.replace("pki/n1", "pki/alice"))
+    assert run(["check", str(file)]) == 2
+    assert "is the certificate of an operator, want one of a node" in capsys.readouterr().out

@@ -94,6 +94,6 @@ def _identity(kind: str, settings: Any, certificate: Any, path: Path) -> None:
         raise pki.PkiError(f"{path} cannot be used: {error}") from None
     role, name = (pki.NODE, settings.node) if kind == "agent" else (pki.SERVER, None)
     if identity.role != role:
-        raise pki.PkiError(f"{path} is the certificate of a {identity.role}, want one of a {role}")
+        raise pki.PkiError(f"{path} is the certificate of {pki.with_article(identity.role)}, want one of a {role}")
     if name and identity.name != name:
         raise pki.PkiError(f"{path} is the certificate of {identity.name}, but node is {name}: set node: {identity.name}")

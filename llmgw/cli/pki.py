@@ -26,8 +26,8 @@ state: "{state}"
 def pki_command() -> None:
     """Make and renew the fleet's certificates.
 
-    DIR holds ca.pem and ca.key and, for each server and node, NAME.pem and NAME.key. Whoever has ca.key can make
-    themselves any node or server: keep DIR off the fleet's machines and copy out only what each needs.
+    DIR holds ca.pem and ca.key and, for each server, node and operator, NAME.pem and NAME.key. Whoever has ca.key can
+    make themselves any of them: keep DIR off the fleet's machines and copy out only what each needs.
     """
 
 
@@ -114,6 +114,23 @@ def _check_address(text: str) -> None:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536 or any(c in host for c in ' "\\'):
         raise click.BadParameter(f"{text!r} is not HOST:PORT, e.g. cp1.example:7443 or [fd00::1]:7443", param_hint="--server")
+
+
+@pki_command.command(name="operator")
+@click.argument("folder", type=FOLDER, metavar="DIR")
+@click.argument("name")
+@days_option(365, "How long the certificate is valid, at most as long as the authority.")
+@json_option
+@pass_session
+def operator_command(session: Session, folder: Path, name: str, days: int) -> None:
+    """Make NAME.pem and NAME.key for a person who operates the fleet.
+
+    With them and ca.pem, llmgw --server HOST:PORT --cert NAME.pem does everything from another machine; what it changes
+    is noted under NAME.
+    """
+    from llmgw import pki, pkifolder
+
+    _show(session, name, pkifolder.add(folder, pki.OPERATOR, name, datetime.now(UTC), days=days).certificate, folder)
 
 
 @pki_command.command(name="list")

@@ -16,7 +16,7 @@ from attrs import evolve, fields
 from llmgw.config.address import address, loopback, wildcard
 from llmgw.config.machine import Machine, this_machine
 from llmgw.config.models import models
-from llmgw.config.settings import Address, FleetSettings, RouterSettings, ServerSettings, Timeouts, TlsFiles
+from llmgw.config.settings import Address, AdminSettings, FleetSettings, RouterSettings, ServerSettings, Timeouts, TlsFiles
 from llmgw.config.shape import Reading, Section, Wrong, duration, integer, list_of, matching, one_of, path, section, size, text
 from llmgw.config.storeurl import DEFAULT_STORE, POSTGRESQL_NOT_YET, store
 from llmgw.config.text import Item, parse
@@ -25,12 +25,14 @@ from llmgw.fleet.node import NODE_NAME
 from llmgw.fleet.timing import Timing, timing_problems, timing_warnings
 
 __all__ = [
-    "Address", "FleetSettings", "RouterSettings", "ServerSettings", "Timeouts", "Timing", "TlsFiles", "read_server",
+    "Address", "AdminSettings", "FleetSettings", "RouterSettings", "ServerSettings", "Timeouts", "Timing", "TlsFiles",
+    "read_server",
 ]  # fmt: skip
 
 ADMIN_SOCKET = Path("/run/llmgw/admin.sock")
 STATE = Path("/var/lib/llmgw")
 MAX_SOCKET_PATH = 107
+ADMIN_PORT = 7444
 
 
 def read_server(file: Path, content: str, machine: Machine | None = None) -> ServerSettings:
@@ -44,6 +46,7 @@ def read_server(file: Path, content: str, machine: Machine | None = None) -> Ser
     found = reading.read(_SHAPE, item) or {}
     if found.get("models", Catalog()).runs_engines and not item.has("fleet"):
         reading.add(_first_profile(item), "a profile needs a fleet section: without one no agent can link", "no_fleet")
+    _check_admin(item, found, reading)
     reading.finish()
     return _make(file, item, found, machine or this_machine())
 
@@ -53,17 +56,18 @@ def _make(file: Path, item: Item, found: dict[str, Any], machine: Machine) -> Se
     if not item.get("router").has("workers"):
         router = evolve(router, workers=min(4, machine.cores))
     place = found.get("store", DEFAULT_STORE)
-    timing = found.get("timing", Timing())
+    timing, admin = found.get("timing", Timing()), found.get("admin", {})
     return ServerSettings(
         path=file,
         name=found.get("name", machine.name.lower()),
         router=router,
         fleet=found.get("fleet"),
-        socket=found.get("admin", ADMIN_SOCKET),
+        socket=admin.get("socket", ADMIN_SOCKET),
         store=place.url,
         state=found.get("state") or place.folder or STATE,
         timing=timing,
         catalog=found.get("models", Catalog()),
+        admin=_make_admin(found.get("fleet"), **admin),
         warnings=(*timing_warnings(timing), *([] if place.folder else [POSTGRESQL_NOT_YET])),
     )
 
@@ -93,6 +97,29 @@ def _check_router(item: Item, router: RouterSettings, reading: Reading) -> None:
 def _check_fleet(item: Item, fleet: FleetSettings, reading: Reading) -> None:
     if wildcard(fleet.advertise.host):
         reading.add(item.get("advertise"), f"agents cannot dial {fleet.advertise}: say advertise: NAME:PORT", "advertise")
+
+
+def _check_admin(item: Item, found: dict[str, Any], reading: Reading) -> None:
+    """Operators are known by the fleet's authority, and dial the server under a name in its certificate."""
+    given, fleet = found.get("admin", {}), found.get("fleet")
+    here = item.get("admin")
+    if "listen" not in given:
+        if "advertise" in given:
+            reading.add(here.get("advertise"), "there is no admin.listen that it could be the address of", "advertise")
+    elif fleet is None and not item.has("fleet"):
+        reading.add(here.get("listen"), "operators are known by certificates of fleet.tls: it needs a fleet section", "no_fleet")
+    elif (made := _make_admin(fleet, **given)) and wildcard(made.advertise.host):
+        reading.add(here.get("listen"), f"operators cannot dial {made.advertise}: say advertise: NAME:PORT", "advertise")
+
+
+def _make_admin(
+    fleet: FleetSettings | None, listen: Address | None = None, advertise: Address | None = None, socket: Path | None = None
+) -> AdminSettings | None:
+    """Where agents reach the server, operators do, too, unless it says otherwise."""
+    if listen is None:
+        return None
+    known = fleet.advertise.host if fleet and wildcard(listen.host) else listen.host
+    return AdminSettings(listen, advertise or Address(known, listen.port))
 
 
 def _make_fleet(listen: Address, tls: TlsFiles, advertise: Address | None = None) -> FleetSettings:
@@ -133,7 +160,7 @@ _FLEET = section(
     advertise=address(7443),
     tls=section(TlsFiles, ("authority", "certificate", "key"), authority=path, certificate=path, key=path),
 )
-_ADMIN = section(lambda socket=ADMIN_SOCKET: socket, socket=_socket)
+_ADMIN = section(dict[str, Any], socket=_socket, listen=address(), advertise=address(ADMIN_PORT))
 _TIMING = Section(
     _make_timing,
     {name.name: integer(1, 1000) if name.name == "crash_budget" else duration() for name in fields(Timing)},

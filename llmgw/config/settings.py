@@ -70,8 +70,19 @@ class FleetSettings:
 
 
 @frozen
+class AdminSettings:
+    """Where operators on other machines are listened for. C{advertise} is how they, and those a standby sends on, dial it."""
+
+    listen: Address
+    advertise: Address
+
+
+@frozen
 class ServerSettings:
-    """Everything in server.yaml. C{state} is the folder of the SQLite store and of the router's files."""
+    """Everything in server.yaml. C{state} is the folder of the SQLite store and of the router's files.
+
+    C{socket} is always there for operators on this machine; C{admin} is None where there is no other way.
+    """
 
     path: Path
     name: str
@@ -82,4 +93,5 @@ class ServerSettings:
     state: Path
     timing: Timing = Timing()
     catalog: Catalog = Catalog()
+    admin: AdminSettings | None = None
     warnings: tuple[str, ...] = field(default=())

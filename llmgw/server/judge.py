@@ -15,6 +15,7 @@ from twisted.internet.interfaces import IReactorTime
 from twisted.logger import Logger
 
 from llmgw.interfaces import ILeadership
+from llmgw.pki import with_article
 from llmgw.server.imembers import IMembers
 from llmgw.server.visitor import Visitor
 from llmgw.wire.identity import PeerCertificate
@@ -40,7 +41,7 @@ class Judge:
     def wrong_side(self, certificate: PeerCertificate) -> Refused | None:
         """Why this certificate cannot be a node's of our fleet."""
         if certificate.role != "node":
-            return Refused("wrong_role", f"certificate {certificate} is a {certificate.role}'s, not a node's")
+            return Refused("wrong_role", f"certificate {certificate} is {with_article(certificate.role)}'s, not a node's")
         if certificate.fleet != self._fleet:
             return Refused("wrong_fleet", f"certificate {certificate} is of fleet {certificate.fleet}, this is {self._fleet}")
         return None

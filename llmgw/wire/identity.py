@@ -1,6 +1,6 @@
 """Who is at the other end of a link, read from its certificate and nothing else; and why TLS failed, in a sentence.
 
-An identity is the one URI C{llmgw://FLEET/node/NAME} or C{llmgw://FLEET/server/NAME}; the common name is never looked at.
+An identity is the one URI C{llmgw://FLEET/ROLE/NAME}; the common name is never looked at.
 Surprising: in TLS 1.3 a client has finished its handshake before the server has judged its certificate, and is then told
 only an alert, which is often misleading. So each side explains an alert with the facts of its own certificate and clock, and
 a verdict of its own with those of the peer's.
@@ -29,7 +29,7 @@ class IdentityError(LlmgwError):
 
 @frozen
 class PeerCertificate:
-    """What a certificate says of its holder. C{role} is C{node} or C{server}, C{serial} hexadecimal.
+    """What a certificate says of its holder. C{role} is C{node}, C{server} or C{operator}, C{serial} hexadecimal.
 
     C{not_before} and C{not_after} are seconds since 1970; C{addresses} the DNS names and IP addresses.
     """

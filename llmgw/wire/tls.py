@@ -77,7 +77,9 @@ def read_identity(files: TlsFiles, role: str) -> TlsIdentity:
     except IdentityError as error:
         raise TlsError(f"{files.certificate}: {error}") from None
     if own.role != role:
-        raise TlsError(f"{files.certificate} is a {own.role}'s certificate ({own.name}); here a {role}'s is needed")
+        raise TlsError(
+            f"{files.certificate} is {pki.with_article(own.role)}'s certificate ({own.name}); here a {role}'s is needed"
+        )
     _check_chain(files, chain, authorities)
     return TlsIdentity(own, chain, key, authorities)
 
@@ -150,7 +152,7 @@ def check_server(certificate: x509.Certificate, host: str, fleet: str) -> PeerCe
     """
     peer = PeerCertificate.read(certificate)
     if peer.role != "server":
-        raise IdentityError(f"its certificate {peer} is a {peer.role}'s, not a server's")
+        raise IdentityError(f"its certificate {peer} is {pki.with_article(peer.role)}'s, not a server's")
     if peer.fleet != fleet:
         raise IdentityError(f"its certificate {peer} is of fleet {peer.fleet}, ours is of fleet {fleet}")
     try:

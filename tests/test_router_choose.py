@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from bench import prefix
 from llmgw.router.breaker import FAILURES, OPEN_FOR
 from llmgw.router.choose import POLICIES, PRESSED_FOR, Candidate, Group
-from llmgw.router.corrections import Corrections
 from llmgw.router.scoreboard import Scoreboard
 
 
@@ -220,19 +219,6 @@ def test_endpoint_that_turns_away_quickly_draws_nothing(make):
     assert group.choose(PRESSED_FOR)[0].id == "0"
     rig.endpoints[1].press(0.0)
     assert group.choose(0.5)[0].id == "0", "if all are pressed, load decides"
-
-
-def test_reported_load_corrects_the_counts(make):
-    """Requests that an engine has from others move new ones away, once two reports agree on them."""
-    rig = make(2)
-    rig.load(0, 2)
-    corrections = Corrections(rig.server)
-    assert corrections.report(rig.rows[0], 5) == 0
-    assert corrections.report(rig.rows[0], 4) == 4
-    assert corrections.report(rig.rows[1], 2) == 0
-    assert rig.group().choose(0.0)[0].id == "1"
-    corrections.forget(rig.rows[0])
-    assert rig.group().choose(0.0)[0].id == "0"
 
 
 @settings(max_examples=60, deadline=None)

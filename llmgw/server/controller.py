@@ -356,7 +356,8 @@ class Controller:
 
     def report(self, node: str, session: str, message: Report) -> None:
         """See L{IMembers}."""
-        self.members.report(node, session, message)
+        if self.members.report(node, session, message):
+            self.routing.heard(message.shards)
 
     def event(self, node: str, session: str, message: Event) -> None:
         """See L{IMembers}."""
@@ -368,4 +369,5 @@ class Controller:
 
     def left(self, node: str, session: str, reason: str) -> None:
         """See L{IMembers}."""
-        self.members.gone(node, session, reason)
+        if self.members.gone(node, session, reason):
+            self.routing.heard(self.members.last[node].shards.values(), away=True)

@@ -74,11 +74,14 @@ class Membership:
         self.left.pop(node, None)
         self._news()
 
-    def report(self, node: str, session: str, message: Report) -> None:
-        """The whole truth of a node. It is news when a shard changed in what plans or routes go by."""
+    def report(self, node: str, session: str, message: Report) -> bool:
+        """The whole truth of a node. It is news when a shard changed in what plans or routes go by.
+
+        @return: whether it came over the node's link of today.
+        """
         here = self._of(node, session)
         if here is None:
-            return
+            return False
         told = Told({report.shard: report for report in message.shards}, message.epoch, message.revision, complete=True)
         facts = here.facts if message.inventory is None else evolve(here.facts, inventory=message.inventory)
         changed = _gist(told) != _gist(here.told) or _room_changed(here.facts.inventory, facts.inventory)
@@ -90,6 +93,7 @@ class Membership:
                 del self.declined[report.shard]
         if changed:
             self._news()
+        return True
 
     def event(self, node: str, session: str, message: Event) -> None:
         """A transition also comes by a report; what only the event has is the end of the output."""
@@ -109,14 +113,15 @@ class Membership:
             self.declined[shard] = Declined(int(attempt), message.error, text)
             self._news()
 
-    def gone(self, node: str, session: str, reason: str) -> None:
-        """A link has ended."""
+    def gone(self, node: str, session: str, reason: str) -> bool:
+        """A link has ended. Returns whether it was the node's link of today."""
         if self._of(node, session) is None:
-            return
+            return False
         del self.present[node]
         self.left_at[node] = self._steady()
         self.left[node] = reason
         self._news()
+        return True
 
     def _of(self, node: str, session: str) -> Present | None:
         here = self.present.get(node)

@@ -6,7 +6,7 @@ does not answer in time is replaced by its owner, and its successor reads the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +16,14 @@ from twisted.logger import Logger
 from twisted.python.failure import Failure
 
 from llmgw.errors import LlmgwError
-from llmgw.fleet.shard import Wanted, replica_of
+from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
 from llmgw.planning.reconcile import Outcome
 from llmgw.router.table import Table
 from llmgw.server.membership import Membership
 from llmgw.server.routes import Known, build
 from llmgw.server.truth import Truth
+
+SERVING = (ShardState.READY, ShardState.DRAINING)
 
 
 class Routers(Protocol):
@@ -35,6 +37,9 @@ class Routers(Protocol):
 
     def in_flight(self, endpoint_id: str) -> int:
         """How many requests run on an endpoint, over all workers."""
+
+    def reported(self, endpoint_id: str, requests: int | None) -> None:
+        """How many requests an engine says it has, whoever sent them; None: it says nothing any more."""
 
 
 class Routing:
@@ -71,6 +76,14 @@ class Routing:
     def idle(self) -> frozenset[str]:
         """Leaving replicas on which nothing runs any more."""
         return frozenset(replica for replica in self.unrouted & self._leaving if self._routers.in_flight(replica) == 0)
+
+    def heard(self, shards: Iterable[ShardReport], away: bool = False) -> None:
+        """A node has reported these shards, or is C{away}: what their engines say of their load corrects the routers' counts."""
+        for shard in shards:
+            if shard.rank == 0:
+                load, serves = shard.load, shard.state in SERVING and not away
+                known = serves and load.running is not None
+                self._routers.reported(replica_of(shard.shard), (load.running or 0) + (load.waiting or 0) if known else None)
 
     def publish(self, truth: Truth, members: Membership, outcome: Outcome | None, epoch: int) -> None:
         """Make the table from the truth and give it to the routers if it says anything new."""

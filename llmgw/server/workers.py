@@ -26,6 +26,7 @@ from twisted.logger import Logger
 from llmgw.config.server import RouterSettings
 from llmgw.errors import LlmgwError
 from llmgw.router.channel import Message
+from llmgw.router.corrections import Corrections
 from llmgw.router.handover import collect, offers
 from llmgw.router.histogram import add_up
 from llmgw.router.prefixes import Prefixes
@@ -113,6 +114,7 @@ class RouterWorkers:
         old = offers(self.folder)
         self.generation = max(read_generation(self.folder), *(number for number, _ in old), 0) + 1
         self._board = Scoreboard.create(shared_file(self.folder, "scoreboard"))
+        self._corrections = Corrections(self._board)
         # Made here, since of two workers that made it at once each would have its own.
         Prefixes(shared_file(self.folder, "prefixes")).close()
         self._sockets = collect(self.folder, (self._settings.listen.host, self._settings.listen.port))
@@ -185,6 +187,7 @@ class RouterWorkers:
         names = [f"endpoint/{one.id}" for one in table.endpoints] + [f"model/{model.name}" for model in table.models]
         names += [f"key/{key.id}" for key in table.keys] + [f"team/{key.team}" for key in table.keys if key.team]
         rows = self._board.assign(names, (self.table.version if self.table is not None else 0) + 1)
+        self._corrections.route([rows[f"endpoint/{one.id}"] for one in table.endpoints])
         settings = self._settings
         return replace(
             table,
@@ -305,6 +308,7 @@ class RouterWorkers:
             if place.ready and place.version < self._written:
                 place.send("table", version=self._written)
         self._board.sweep()
+        self._corrections.look()
         self._left_usage()
         if self.table is not None and self.table.version > self._written and self._writing is None:
             self._write()
@@ -327,6 +331,16 @@ class RouterWorkers:
         """How many requests are under way at this endpoint, through all workers, old ones included."""
         row = self._board.row(f"endpoint/{endpoint}")
         return self._board.total(row) if row is not None else 0
+
+    def reported(self, endpoint: str, requests: int | None) -> None:
+        """An engine says how many requests it has, ours and others', running and waiting; None: it says nothing any more."""
+        row = self._board.row(f"endpoint/{endpoint}")
+        if row is None:
+            return
+        if requests is None:
+            self._corrections.forget(row)
+        else:
+            self._corrections.report(row, requests, self._reactor.seconds())
 
     def metrics(self) -> Deferred[str]:
         """The Prometheus text of this server's workers, summed; of those that answer within two seconds."""

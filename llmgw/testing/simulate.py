@@ -171,6 +171,9 @@ class SimRouters:
         """What runs there."""
         return self.flying[endpoint_id]
 
+    def reported(self, endpoint_id: str, requests: int | None) -> None:
+        """Counts of others; nobody chooses by them here."""
+
     @property
     def routed(self) -> dict[str, tuple[str, int]]:
         """Where requests go now, by replica."""

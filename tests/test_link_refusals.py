@@ -165,7 +165,7 @@ def test_a_node_that_was_removed_is_told_so(world):
     port.members.verdict = Refused("revoked", "n1 was removed on 2026-11-01: llmgw node reset n1 lets it in again")
     agent = world.agent("n1")
     (line, *_), (refusal, *_) = refused(world, port, agent)
-    assert "refused us: revoked: n1 was removed on 2026-11-01: llmgw node reset n1 lets it in again" in line
+    assert f"refused us: revoked: certificate {agent._tls.own}: n1 was removed on 2026-11-01: llmgw node reset n1 lets" in line
     assert refusal.reason == "revoked"
     assert port.members.events == []
     port.members.verdict = None

@@ -59,6 +59,8 @@ BACKLOG = 1024
 REDIALS_PER_SECOND = 50.0
 SKEW_WARNED = 30.0
 DEADLINES = Deadlines()
+# Refusals that are about us and not about who is refused.
+PASSING = ("standby", "starting")
 
 
 class CannotListen(LlmgwError):
@@ -115,12 +117,14 @@ class FleetPort(Service):
     # What the control plane calls.
 
     def desired(self, node: str, orders: Sequence[ShardOrder], revision: int) -> bool:
-        """Send a node all that is wanted of it; returns whether it went out, which does not mean that it arrived."""
+        """Send a node all that is wanted of it, instead of what it has not yet read of an earlier call.
+
+        @return: whether it goes out, which does not mean that it will arrive.
+        """
         visitor = self._sessions.get(node)
         if visitor is None or not self._leadership.may_act():
             return False
-        for part in split(self._leadership.epoch, self._leadership.leader, revision, orders):
-            visitor.command(part)
+        visitor.want(split(self._leadership.epoch, self._leadership.leader, revision, orders))
         return True
 
     def ask(self, node: str, message: Inspect | FetchLog, timeout: float) -> Deferred[Done]:
@@ -264,7 +268,7 @@ class FleetPort(Service):
         if not visitor.session:
             self._doorway.leave(host)
             if visitor.certificate:
-                self._note_unless_refused(visitor, "link", f"{visitor.certificate}: {text}")
+                self._note_unless_refused(visitor, "link", f"certificate {visitor.certificate}: {text}")
             elif text != CLOSED:  # a probe of the port, that is
                 self._note_unless_refused(visitor, "tls", text)
         self._leave(visitor, visitor.farewell or text)
@@ -274,6 +278,9 @@ class FleetPort(Service):
                 empty.callback(None)
 
     def _refuse(self, visitor: Visitor, refused: Refused) -> None:
+        own = f"certificate {visitor.certificate}"
+        if visitor.certificate and own not in refused.text and refused.reason not in PASSING:
+            refused = evolve(refused, text=f"{own}: {refused.text}")
         self._note(visitor.wire.peer, refused.reason, refused.text, visitor.node)
         visitor.refuse(refused)
 
@@ -287,16 +294,18 @@ class FleetPort(Service):
     # Sessions.
 
     def _seat(self, visitor: Visitor, register: Register, verdict: Refused | Visitor | None) -> None:
-        if visitor.gone:
+        if visitor.wire.closing:
             return
         if isinstance(verdict, Refused):
             self._refuse(visitor, verdict)
-            return
-        if verdict is not None:
-            text = f"replaced by a link from {visitor.wire.peer}"
+        elif verdict is None:
+            self._accept(visitor, register)
+        else:
+            text = self._judge.replaced(verdict, visitor, register)
             verdict.end(Goaway("replaced", text=text))
-            self._leave(verdict, text)
-        self._accept(visitor, register)
+            self._unseat(verdict, text)
+            self._accept(visitor, register)
+            verdict.abandon(text)  # last: who waits for it may judge others by who has the name now
 
     def _accept(self, visitor: Visitor, register: Register) -> None:
         certificate = visitor.certificate
@@ -357,11 +366,14 @@ class FleetPort(Service):
             raising.addBoth(lambda _: setattr(self, "_outranking", False))
 
     def _leave(self, visitor: Visitor, text: str) -> None:
+        self._unseat(visitor, text)
+        visitor.abandon(text)
+
+    def _unseat(self, visitor: Visitor, text: str) -> None:
         if not visitor.session or self._sessions.get(visitor.node) is not visitor:
             return
         del self._sessions[visitor.node]
         self.log.info("{server}: {node} is gone: {text}", server=self._server, node=visitor.node, text=text, event="link_lost")
-        visitor.abandon(text)
         try:
             self._members.left(visitor.node, visitor.session, text)
         except Exception:

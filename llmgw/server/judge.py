@@ -18,10 +18,20 @@ from llmgw.interfaces import ILeadership
 from llmgw.pki import with_article
 from llmgw.server.imembers import IMembers
 from llmgw.server.visitor import Visitor
-from llmgw.wire.identity import PeerCertificate
+from llmgw.wire.identity import PeerCertificate, short
 from llmgw.wire.messages import PROTOCOL, Refused, Register
 
 OUTRANK_WITHIN = 5.0
+
+
+def same_agent(one: Register, other: Register) -> bool:
+    """Whether both are the same state folder on the same boot of the same machine."""
+    return (one.instance, one.boot) == (other.instance, other.boot)
+
+
+def which(register: Register) -> str:
+    """What tells two agents of one name apart."""
+    return f"instance {register.instance[:8]}, boot {register.boot[:8]}"
 
 
 @frozen
@@ -82,7 +92,7 @@ class Judge:
         if register.protocol != PROTOCOL:
             return Refused("protocol", f"{register.node} speaks version {register.protocol} of the protocol, we speak {PROTOCOL}")
         if register.fleet not in ("", self._fleet):
-            return Refused("wrong_fleet", f"{register.node} belongs to fleet {register.fleet[:80]}, this is {self._fleet}")
+            return Refused("wrong_fleet", f"{register.node} says it is of fleet {register.fleet[:80]}, this is {self._fleet}")
         if register.facts.name != register.node:
             return Refused("malformed", f"{register.node} registered the facts of {register.facts.name[:80]}")
         return None
@@ -98,15 +108,20 @@ class Judge:
         """Another link has this name: the one that answers stays, unless it is plainly the same agent come back."""
         held, facts = holder.register, holder.facts
         assert held is not None and facts is not None
-        same = (held.instance, held.boot) == (register.instance, register.boot)
-        if not same and await holder.answers(self._answer):
+        if not same_agent(held, register) and await holder.answers(self._answer):
             return Refused(
                 "name_in_use",
                 f"{register.node} is linked from {facts.peer} since {time.strftime('%F %T', time.gmtime(facts.since))} UTC"
-                f" (instance {held.instance[:8]}, boot {held.boot[:8]}), which answers; the newcomer is instance"
-                f" {register.instance[:8]}, boot {register.boot[:8]}: give one of them a name and certificate of its own",
+                f" (serial {short(facts.serial)}, {which(held)}), which answers; the newcomer is"
+                f" {which(register)}: give one of them a name and certificate of its own",
             )
         return None
+
+    def replaced(self, holder: Visitor, visitor: Visitor, register: Register) -> str:
+        """Why C{holder} gives its name to C{visitor}, for both logs."""
+        assert holder.register is not None
+        text = f"replaced by a link from {visitor.wire.peer} ({which(register)})"
+        return text if same_agent(holder.register, register) else f"{text}, after it did not answer in {self._answer:g} s"
 
     def behind(self, epoch: int, leader: str) -> bool:
         """Whether an agent that obeys this leadership would refuse ours."""

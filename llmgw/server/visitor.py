@@ -6,6 +6,7 @@ What was asked over it is answered over it or fails with it: an answer that come
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from attrs import define, evolve, field
@@ -15,10 +16,12 @@ from twisted.internet.interfaces import IReactorTime
 from twisted.python.failure import Failure
 
 from llmgw.server.imembers import NodeAway, SessionFacts, Unanswered
+from llmgw.wire.codec import encode
+from llmgw.wire.framing import Unsendable
 from llmgw.wire.identity import PeerCertificate
 from llmgw.wire.link import Message, Wire
-from llmgw.wire.messages import Accepted, Done, FetchLog, Goaway, Inspect, Refused, Register
-from llmgw.wire.server_end import Command, ServerLink
+from llmgw.wire.messages import Accepted, Desired, Done, Goaway, Refused, Register
+from llmgw.wire.server_end import Question, ServerLink
 
 MOST_ASKED = 64
 
@@ -54,9 +57,9 @@ class Visitor:
     facts: SessionFacts | None = None
     farewell: str = ""
     refused: bool = False
-    gone: bool = False
     _live: bool = False
-    _early: list[Command] = field(factory=list)
+    _wanted: Sequence[Desired] = ()
+    _early: list[Question] = field(factory=list)
     _asked: dict[str, Deferred[Done]] = field(factory=dict)
     _listeners: list[Deferred[bool]] = field(factory=list)
     _late: deque[str] = field(factory=lambda: deque(maxlen=MOST_ASKED))
@@ -86,7 +89,6 @@ class Visitor:
 
     def ended(self, link: ServerLink, text: str) -> None:
         """From the link."""
-        self.gone = True
         self.host.ended(self, text)
         self.abandon(text)
 
@@ -99,16 +101,18 @@ class Visitor:
         """The session begins; what was commanded before goes out behind this."""
         self.link.accept(accepted)
         self._live = True
-        early, self._early = self._early, []
+        if self._wanted:
+            self.link.want(self._wanted)
+        early, self._early, self._wanted = self._early, [], ()
         for message in early:
-            self.link.command(message)
+            self.link.ask(message)
 
-    def command(self, message: Command) -> None:
-        """Send this once the session has begun."""
+    def want(self, parts: Sequence[Desired]) -> None:
+        """Send this desired state once the session has begun, instead of what is not yet sent of an earlier one."""
         if self._live:
-            self.link.command(message)
+            self.link.want(parts)
         else:
-            self._early.append(message)
+            self._wanted = parts
 
     def end(self, goaway: Goaway, seconds: float = 1.0) -> None:
         """Close the link within C{seconds}."""
@@ -122,24 +126,33 @@ class Visitor:
         self.link.ping()
         return heard.addTimeout(seconds, self.clock, lambda *_: False)
 
-    def ask(self, message: Inspect | FetchLog, seconds: float) -> Deferred[Done]:
+    def ask(self, message: Question, seconds: float) -> Deferred[Done]:
         """Send C{message} and wait for the C{done} of its operation.
 
-        @raise Unanswered: not in time, or 64 are waiting already.
+        @raise Unanswered: not in time, 64 are waiting already, or it cannot be said in the protocol.
         @raise NodeAway: the link ended first.
         """
-        if len(self._asked) >= MOST_ASKED or message.operation in self._asked:
+        operation = message.operation
+        if len(self._asked) >= MOST_ASKED or operation in self._asked:
             raise Unanswered(f"{self.node} has {len(self._asked)} unanswered requests already")
+        try:
+            encode(message)
+        except Unsendable as error:
+            raise Unanswered(f"{self.node} was not asked: {error}") from None
         answer: Deferred[Done] = Deferred()
-        self._asked[message.operation] = answer
-        self.command(message)
+        self._asked[operation] = answer
+        if self._live:
+            self.link.ask(message)
+        else:
+            self._early.append(message)
+        answer.addTimeout(seconds, self.clock, lambda *_: Failure(Unanswered(f"{self.node} did not answer in {seconds:g} s")))
+        return answer.addErrback(self._unasked, operation)
 
-        def late(_: object, seconds: float) -> Failure:
-            self._late.append(message.operation)
-            self._asked.pop(message.operation, None)
-            return Failure(Unanswered(f"{self.node} did not answer in {seconds:.0f} s"))
-
-        return answer.addTimeout(seconds, self.clock, late)
+    def _unasked(self, failure: Failure, operation: str) -> Failure:
+        """Nobody waits for it any more, for whatever reason; its answer may still come."""
+        if self._asked.pop(operation, None) is not None:
+            self._late.append(operation)
+        return failure
 
     def abandon(self, text: str) -> None:
         """Nothing more comes from it: whoever waits is told."""

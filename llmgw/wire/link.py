@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from typing import Protocol as TypingProtocol
 
@@ -118,6 +118,8 @@ class Wire(Protocol):
         self._abort_timer = Timer(clock)
         self._waiting: deque[bytes] = deque()
         self._waiting_size = 0
+        self._latest: deque[AgentMessage | ServerMessage] = deque()
+        self._fault = ""
         self._paused = self._closing = self._gone = False
         self._verdict = Verdict()
 
@@ -165,11 +167,24 @@ class Wire(Protocol):
         if not self._paused:
             self._write(line)
         elif self._waiting_size + len(line) > MAX_WAITING:
-            self.log.error("{peer} does not read: {size} bytes wait for it", peer=self.peer, size=self._waiting_size)
+            self._fault = f"it does not read: {self._waiting_size} bytes wait for it"
             self.abort()
         else:
             self._waiting.append(line)
             self._waiting_size += len(line)
+
+    def send_latest(self, messages: Iterable[AgentMessage | ServerMessage]) -> None:
+        """Write C{messages} as fast as the peer reads, behind what waits already. What is left of an earlier call is dropped:
+        so a state in many parts is never cut short by the bound of L{send}, and a slow peer gets the newest one.
+        """
+        if not self._closing and not self._gone:
+            self._latest = deque(messages)
+            self._write_latest()
+
+    @property
+    def closing(self) -> bool:
+        """Whether this side has begun to end the connection, or it is gone."""
+        return self._closing or self._gone
 
     def pauseProducing(self) -> None:
         """The transport's buffer is full."""
@@ -182,6 +197,7 @@ class Wire(Protocol):
             line = self._waiting.popleft()
             self._waiting_size -= len(line)
             self._write(line)
+        self._write_latest()
 
     def stopProducing(self) -> None:
         """The connection is going; C{connectionLost} says so, too."""
@@ -199,14 +215,14 @@ class Wire(Protocol):
         transport: Any = self.transport
         transport.unregisterProducer()
         self._write(b"".join(self._waiting))
-        self._waiting.clear()
+        self._drop()
         self._closing = True
         transport.loseConnection()
 
     def abort(self) -> None:
         """End it now; C{lost} follows in a later turn of the reactor."""
         self._closing = True
-        self._waiting.clear()
+        self._drop()
         if not self._gone:
             self.transport.abortConnection()  # type: ignore[union-attr]
 
@@ -214,13 +230,28 @@ class Wire(Protocol):
         """It is over. Aborting after this would raise inside Twisted, hence the timer is stopped."""
         self._gone = True
         self._abort_timer.stop()
-        self._waiting.clear()
+        self._drop()
         self._end.lost(self._why(reason.value))
+
+    def _drop(self) -> None:
+        self._waiting.clear()
+        self._latest.clear()
+
+    def _write_latest(self) -> None:
+        while self._latest and not self._paused:
+            message = self._latest.popleft()
+            try:
+                self._write(encode(message))
+            except Unsendable as error:
+                self._latest.clear()  # the peer counts only a whole, so the rest is of no use to it
+                self.log.error("nothing was sent to {peer}: {error}", peer=self.peer, error=str(error))
 
     def _write(self, data: bytes) -> None:
         self.transport.write(data)  # type: ignore[union-attr]
 
     def _why(self, error: BaseException | None) -> str:
+        if self._fault:
+            return self._fault
         if self._verdict.error:
             return self._verdict.explain(self._wall())
         if isinstance(error, SSL.Error):

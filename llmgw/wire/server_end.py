@@ -7,7 +7,7 @@ cleanly: an abort would throw the refusal away. In C{Live} whatever the agent sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from attrs import define, field
@@ -19,7 +19,7 @@ from llmgw.wire.framing import Malformed
 from llmgw.wire.link import Deadlines, Message, Timer, Wire, try_send
 from llmgw.wire.messages import Accepted, Beat, Desired, FetchLog, Goaway, Inspect, Refused, Register, Welcome
 
-Command = Desired | Inspect | FetchLog
+Question = Inspect | FetchLog
 
 
 class ServerLink(Protocol):
@@ -49,7 +49,10 @@ class ServerLink(Protocol):
     def accept(self, accepted: Accepted) -> None:
         """The link is the node's."""
 
-    def command(self, message: Command) -> None:
+    def want(self, parts: Sequence[Desired]) -> None:
+        """Send these instead of what is not yet sent of an earlier desired state; nothing happens on a link that is not live."""
+
+    def ask(self, message: Question) -> None:
         """Send this; nothing happens on a link that is not live."""
 
     def end(self, goaway: Goaway, seconds: float) -> None:
@@ -180,8 +183,13 @@ def _received(link: ServerLink, core: ServerCore, message: Message) -> None:
     core.side.heard(link, message)
 
 
-@Live.upon(ServerLink.command).loop()
-def _command(link: ServerLink, core: ServerCore, message: Command) -> None:
+@Live.upon(ServerLink.want).loop()
+def _want(link: ServerLink, core: ServerCore, parts: Sequence[Desired]) -> None:
+    core.wire.send_latest(parts)
+
+
+@Live.upon(ServerLink.ask).loop()
+def _ask(link: ServerLink, core: ServerCore, message: Question) -> None:
     try_send(core.wire, message)
 
 
@@ -275,7 +283,8 @@ def _ignore(states: list[Any], *inputs: Any) -> None:
             state.upon(one).loop().returns(None)
 
 
-_ignore([Handshaking, Choosing, Greeting, Judging, Closing, Gone], ServerLink.command, ServerLink.ping, ServerLink.tick)
+_ignore([Handshaking, Choosing, Greeting, Judging, Closing, Gone], ServerLink.want, ServerLink.ask, ServerLink.ping)
+_ignore([Handshaking, Choosing, Greeting, Judging, Closing, Gone], ServerLink.tick)
 _ignore([Closing, Gone], ServerLink.received, ServerLink.malformed, ServerLink.registered, ServerLink.handshaken)
 _ignore([Closing, Gone], ServerLink.greet, ServerLink.refuse, ServerLink.accept, ServerLink.expired)
 _ignore([Gone], ServerLink.end, ServerLink.lost)

@@ -117,6 +117,9 @@ def test_what_the_server_cannot_yet_is_said(admin, capsys):  # noqa: F811
         ("node reset n1", "POST /v1/node/reset", {"name": "n1"}),
         ("node remove n1", "POST /v1/node/remove", {"name": "n1"}),
         ("key revoke k1", "POST /v1/keys/revoke", {"id": "k1"}),
+        ("key rotate alice", "POST /v1/keys/rotate", {"name": "alice"}),
+        ("key rotate k1 --overlap 24h", "POST /v1/keys/rotate", {"name": "k1", "overlap": 86400.0}),
+        ("key create vip --class high", "POST /v1/keys", {"name": "vip", "priority": 1}),
         (
             "key create alice --model m --rpm 60 --expires 90d",
             "POST /v1/keys",
@@ -130,7 +133,7 @@ def test_orders_are_sent_as_typed(admin, capsys, arguments, request_line, body):
     admin.answers[request_line] = {"text": "done as told", "key": "llmgw-x", "id": "k1"}
     assert admin.run(*arguments.split()) == 0
     assert admin.asked == [(request_line, body)]
-    assert "done as told" in capsys.readouterr().out or "key create" in arguments
+    assert ("llmgw-x" if arguments.startswith(("key create", "key rotate")) else "done as told") in capsys.readouterr().out
 
 
 def test_apply_sends_the_file(admin, tmp_path, capsys):  # noqa: F811

@@ -8,7 +8,7 @@ from llmgw.errors import Invalid, LlmgwError
 from llmgw.server.catalogs import Moved
 from llmgw.server.commits import NotLeading
 from llmgw.server.imembers import NodeAway, NotActing, Unanswered
-from llmgw.server.keys import NoSuchKey
+from llmgw.server.keys import NoSuchKey, NotOneKey
 from llmgw.server.operations import Conflict, Outage, Unknown
 from llmgw.store.errors import NotLeader, StoreError
 
@@ -32,6 +32,7 @@ _KINDS: tuple[tuple[type[LlmgwError], int, str], ...] = (
     (Unanswered, 504, "unanswered"),
     (Unknown, 404, "not_found"),
     (NoSuchKey, 404, "not_found"),
+    (NotOneKey, 409, "conflict"),
     (Outage, 409, "outage"),
     (Conflict, 409, "conflict"),
     (Moved, 409, "moved"),

@@ -28,6 +28,7 @@ Data = dict[str, Any]
 Handler = Callable[[Fields], Awaitable[Data]]
 MAX_WAIT = 60.0
 MAX_EVENTS = 1000
+DAY = 86400.0
 _SUMS = ("requests", "failures", "prompt_tokens", "completion_tokens", "cached_tokens", "seconds")
 
 
@@ -58,6 +59,7 @@ class Handlers:
             ("POST", "/v1/node/remove"): self.node_remove,
             ("GET", "/v1/keys"): self.keys,
             ("POST", "/v1/keys"): self.create_key,
+            ("POST", "/v1/keys/rotate"): self.rotate_key,
             ("POST", "/v1/keys/revoke"): self.revoke_key,
             ("GET", "/v1/refusals"): self.refusals,
             ("GET", "/v1/top"): self.top,
@@ -223,6 +225,11 @@ class Handlers:
         )
         return _key(record) | {"key": key}
 
+    async def rotate_key(self, fields: Fields) -> Data:
+        """A new secret for a key."""
+        record, key = await self._server.keys.rotate(fields.text("name"), fields.number("overlap", DAY))
+        return _key(record) | {"key": key}
+
     async def revoke_key(self, fields: Fields) -> Data:
         """Refuse a key."""
         number = fields.text("id")
@@ -259,7 +266,8 @@ def _event(event: FleetEvent) -> Data:
 
 
 def _key(record: KeyRecord) -> Data:
-    return {name: value for name, value in asdict(record).items() if name != "digest"} | {"models": list(record.models)}
+    shown = {name: value for name, value in asdict(record).items() if name not in ("digest", "old")}
+    return shown | {"models": list(record.models), "old_until": max((secret.until for secret in record.old), default=None)}
 
 
 async def not_yet(fields: Fields) -> Data:

@@ -23,12 +23,14 @@ def key_command() -> None:
 @click.option("--tpm", type=click.IntRange(1), metavar="N", help="Tokens per minute.")
 @click.option("--tpd", type=click.IntRange(1), metavar="N", help="Tokens per day.")
 @click.option("--concurrency", type=click.IntRange(1), metavar="N", help="Requests at once.")
+@click.option("--class", "class_", type=click.Choice(("high", "low")), help="high goes first where requests wait; default: low.")
 @click.option("--expires", type=duration, help="How long it is good for, e.g. 90d; default: for ever.")
 @json_option
 @pass_session
-def create_command(session: Session, /, name: str, models: tuple[str, ...], **limits: Any) -> None:
+def create_command(session: Session, /, name: str, models: tuple[str, ...], class_: str | None, **limits: Any) -> None:
     """Make a key and print it, this once: only its hash is kept."""
-    answer = session.client.post("/v1/keys", name=name, models=list(models) or None, **limits)
+    priority = 1 if class_ == "high" else None
+    answer = session.client.post("/v1/keys", name=name, models=list(models) or None, priority=priority, **limits)
     session.show(answer, lambda: f"{answer['key']}\n(id {answer['id']}; it is not shown again)")
 
 
@@ -49,10 +51,26 @@ def _row(key: Answer) -> list[str]:
     from llmgw.cli.render import day
 
     limits = [f"{key[name]} {name}" for name in ("rpm", "tpm", "tpd", "concurrency") if key.get(name)]
+    limits += ["high class"] if key.get("priority") else []
     state = "revoked" if key.get("revoked") else "good"
     models = ", ".join(key.get("models") or ()) or "all"
     created, expires = day(key.get("created")), day(key.get("expires"))
     return [key["id"], key["name"], key.get("team") or "", created, expires, models, ", ".join(limits), state]
+
+
+@key_command.command(name="rotate")
+@click.argument("name")
+@click.option("--overlap", type=duration, help="How long the secret before is good beside the new one; default: 24h.")
+@json_option
+@pass_session
+def rotate_command(session: Session, name: str, overlap: float | None) -> None:
+    """Give the key with this name or id a new secret and print it, this once. Its id, limits and usage stay."""
+    from llmgw.cli.render import instant
+
+    answer = session.client.post("/v1/keys/rotate", name=name, overlap=overlap)
+    until = answer.get("old_until")
+    before = f"the one before is good until {instant(until)}" if until else "the one before is refused now"
+    session.show(answer, lambda: f"{answer['key']}\n(id {answer['id']}; it is not shown again; {before})")
 
 
 @key_command.command(name="revoke")

@@ -106,9 +106,10 @@ class Door:
             if caller is not None:
                 connection.known = (authorization, bare, self.routes, caller)
         if caller is not None:
-            entry = caller.entry
-            if entry.expires is not None and entry.expires < time.time():
-                raise Refusal(401, "key_expired", f"The API key {entry.name or entry.id} has expired.")
+            if caller.ends is not None and caller.ends < time.time():
+                how = "was replaced by a new secret, and this one" if caller.replaced else ""
+                name = caller.entry.name or caller.id
+                raise Refusal(401, "key_expired", f"The API key {' '.join(filter(None, (name, how)))} has expired.")
         elif self.routes.table.keys_required:
             if not authorization and not bare:
                 raise Refusal(401, "key_missing", "An API key is needed: send `Authorization: Bearer KEY`.")

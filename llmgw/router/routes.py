@@ -58,13 +58,19 @@ class Served:
 
 
 class Caller:
-    """A key in use, with its limits."""
+    """A key in use, with its limits.
 
-    __slots__ = ("allowance", "entry", "high", "id", "limited")
+    @ivar ends: wall clock from which it is good no more, None never.
+    @ivar replaced: it is an old secret, good for a while beside the new one.
+    """
 
-    def __init__(self, entry: KeyEntry, board: Scoreboard) -> None:
+    __slots__ = ("allowance", "ends", "entry", "high", "id", "limited", "replaced")
+
+    def __init__(self, entry: KeyEntry, board: Scoreboard, until: float | None = None) -> None:
         self.entry = entry
         self.id = entry.id
+        self.replaced = until is not None
+        self.ends = min((end for end in (entry.expires, until) if end is not None), default=None)
         self.high = entry.priority > 0
         self.limited = any(limit is not None for limit in (entry.rpm, entry.tpm, entry.tpd, entry.concurrency))
         self.allowance = Allowance(entry, board)
@@ -76,7 +82,8 @@ class Routes:
     def __init__(self, table: Table, shared: Shared, before: Routes | None = None) -> None:
         self.table = table
         self._board = shared.board
-        self._keys: dict[str, KeyEntry] = {key.digest: key for key in table.keys}
+        self._keys: dict[str, tuple[KeyEntry, float | None]] = {key.digest: (key, None) for key in table.keys}
+        self._keys |= {digest: (key, until) for key in table.keys for digest, until in key.old}
         self._callers: dict[str, Caller] = {}
         self.upstreams = self._endpoints(table, shared, before)
         self.models: dict[str, Served] = {}
@@ -114,7 +121,7 @@ class Routes:
             entry = self._keys.get(digest)
             if entry is None:
                 return None
-            found = self._callers[digest] = Caller(entry, self._board)
+            found = self._callers[digest] = Caller(entry[0], self._board, entry[1])
         return found
 
     def names(self, caller: Caller | None) -> list[RoutedModel]:

@@ -83,6 +83,7 @@ class KeyEntry(Struct, frozen=True, omit_defaults=True):
     @ivar team: limits are shared by all keys of a team where it is not empty.
     @ivar priority: above 0 is the high class: served first where requests wait.
     @ivar expires: wall clock, seconds since 1970.
+    @ivar old: digests of secrets that were replaced, each with the wall clock until which it is good.
     """
 
     id: str
@@ -96,6 +97,7 @@ class KeyEntry(Struct, frozen=True, omit_defaults=True):
     concurrency: int | None = None
     priority: int = 0
     expires: float | None = None
+    old: tuple[tuple[str, float], ...] = ()
 
 
 class Table(Struct, frozen=True, omit_defaults=True):

@@ -12,18 +12,22 @@ from twisted.internet.defer import Deferred
 from llmgw.errors import LlmgwError
 from llmgw.router.table import KeyEntry, Table, key_digest
 from llmgw.server.controller import Controller
-from llmgw.store.records import KeyRecord
+from llmgw.store.records import KeyRecord, OldSecret
 
 ID_BYTES, SECRET_BYTES = 4, 24
 PREFIX = "llmgw-"
 
 
 class NoSuchKey(LlmgwError):
-    """No key has this id."""
+    """No key has this id, or name."""
+
+
+class NotOneKey(LlmgwError):
+    """Several keys have this name, or the key is good no more; the text says what to do."""
 
 
 class Keys:
-    """Make, list and revoke."""
+    """Make, list, rotate and revoke."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -37,7 +41,7 @@ class Keys:
 
     async def _create(self, name: str, limits: dict[str, Any]) -> tuple[KeyRecord, str]:
         number = PREFIX + secrets.token_hex(ID_BYTES)
-        text = f"{number}.{secrets.token_urlsafe(SECRET_BYTES)}"
+        text = _text(number)
         record = KeyRecord(number, name, key_digest(text), self._controller.clocks.wall(), **limits)
         await self._controller.change(lambda: [record])
         await self._controller.when_routed()
@@ -58,6 +62,44 @@ class Keys:
         """All keys, the oldest first."""
         return sorted(self._controller.truth.keys.values(), key=lambda record: (record.created, record.id))
 
+    def rotate(self, name: str, overlap: float) -> Deferred[tuple[KeyRecord, str]]:
+        """Give a key a new secret, good when this fires; the one before is good for C{overlap} more seconds.
+
+        @param name: the key's id or name.
+        @raise NoSuchKey: there is none.
+        @raise NotOneKey: there are several, or it has been revoked or has expired.
+        """
+        return Deferred.fromCoroutine(self._rotate(name, overlap))
+
+    async def _rotate(self, name: str, overlap: float) -> tuple[KeyRecord, str]:
+        made: list[tuple[KeyRecord, str]] = []
+
+        def make() -> list[KeyRecord]:
+            now = self._controller.clocks.wall()
+            record = self._find(name, now)
+            text = _text(record.id)
+            old = [*record.old, OldSecret(record.digest, now + overlap)]
+            fresh = evolve(record, digest=key_digest(text), old=tuple(secret for secret in old if secret.until > now))
+            made[:] = [(fresh, text)]
+            return [fresh]
+
+        await self._controller.change(make)
+        await self._controller.when_routed()
+        return made[0]
+
+    def _find(self, name: str, now: float) -> KeyRecord:
+        """The one good key with this id or name."""
+        named = [record for record in self.list() if name in (record.id, record.name)]
+        if not named:
+            raise NoSuchKey(f"no key has the id or name {name}: see llmgw key list")
+        good = [record for record in named if not record.revoked and not (record.expires and record.expires <= now)]
+        if not good:
+            raise NotOneKey(f"{name} has been revoked or has expired: make a new key with llmgw key create {name}")
+        if len(good) > 1:
+            ids = ", ".join(record.id for record in good)
+            raise NotOneKey(f"{len(good)} keys have the name {name}: say which by its id, one of {ids}")
+        return good[0]
+
     def revoke(self, number: str) -> Deferred[None]:
         """Refuse this key; when this fires, every router does.
 
@@ -73,8 +115,14 @@ class Keys:
         return self._controller.change(make).addCallback(lambda _: self._controller.when_routed())
 
 
+def _text(number: str) -> str:
+    """A key with this id and a new secret, as its owner sends it."""
+    return f"{number}.{secrets.token_urlsafe(SECRET_BYTES)}"
+
+
 def _recovered(entry: KeyEntry, now: float) -> KeyRecord:
     limits = {
         name: getattr(entry, name) for name in ("team", "models", "rpm", "tpm", "tpd", "concurrency", "priority", "expires")
     }
-    return KeyRecord(entry.id, entry.name, entry.digest, now, **limits)
+    old = tuple(OldSecret(digest, until) for digest, until in entry.old)
+    return KeyRecord(entry.id, entry.name, entry.digest, now, old=old, **limits)

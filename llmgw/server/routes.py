@@ -178,4 +178,5 @@ def _key(record: KeyRecord) -> KeyEntry:
         record.concurrency,
         record.priority,
         record.expires,
+        tuple((secret.digest, secret.until) for secret in record.old),
     )

@@ -46,6 +46,14 @@ class CatalogRevision:
 @frozen
 class KeyRecord:
     """An API key. Only the SHA-256 of its secret is kept, as hex in C{digest}.
+@frozen
+class OldSecret:
+    """A secret that was replaced and is good until an instant nevertheless."""
+
+    digest: str
+    until: float
+
+
 
     @ivar models: names it may use; empty means all.
     @ivar rpm: requests per minute, C{tpm} and C{tpd} tokens per minute and day, C{concurrency} requests at once;
@@ -53,6 +61,7 @@ class KeyRecord:
     """
 
     id: str
+    @ivar old: secrets that were replaced, for as long as they are still good.
     name: str
     digest: str
     created: float
@@ -68,6 +77,7 @@ class KeyRecord:
 
 
 @frozen
+    old: tuple[OldSecret, ...] = ()
 class UsageRow:
     """What one key used of one model within one hour; rows of the same hour, key and model add up.
 

@@ -58,6 +58,28 @@ def test_keys_are_made_used_and_revoked(fleet):
     until(lambda: refused(good), "revoked", 5)
 
 
+def test_a_key_gets_a_new_secret(fleet):
+    """Both secrets work when the command has returned, the old one until the overlap ends; both are one key with one usage."""
+    fleet.write_server(fake_model(), router=", keys: required")
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    fleet.ready()
+    old = client(fleet, json.loads(fleet.llmgw("key", "create", "alice", "--json"))["key"])
+    first = json.loads(fleet.llmgw("key", "rotate", "alice", "--overlap", "24h", "--json"))
+    new = client(fleet, first["key"])
+    assert not refused(old) and not refused(new), "in force as soon as it has been printed"
+    for one in (old, new):
+        assert one.chat.completions.create(model="m", messages=MESSAGE).choices
+    used = until(lambda: json.loads(fleet.llmgw("usage", "--json"))["usage"], "usage")
+    assert {row["key"] for row in used} == {first["id"]}
+    newest = client(fleet, json.loads(fleet.llmgw("key", "rotate", first["id"], "--overlap", "0s", "--json"))["key"])
+    assert refused(new), "no overlap"
+    assert not refused(old) and not refused(newest), "an earlier overlap is not cut short"
+    fleet.llmgw("key", "revoke", first["id"])
+    until(lambda: refused(old) and refused(newest), "a revoked key has no secret any more", 5)
+
+
 def test_an_open_address_without_keys_is_refused(fleet):
     """Any address but loopback must say whether keys are required."""
     path = fleet.write_server(fake_model())

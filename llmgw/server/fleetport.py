@@ -34,7 +34,7 @@ from llmgw.wire.codec import Unknown, decode_from_agent
 from llmgw.wire.expiry import LOOK_EVERY, ExpiryWatch
 from llmgw.wire.framing import Malformed
 from llmgw.wire.identity import IdentityError, PeerCertificate, clock_skew
-from llmgw.wire.link import CLOSED, Deadlines, Message, Wire
+from llmgw.wire.link import BROKE, CLOSED, Deadlines, Message, Wire
 from llmgw.wire.messages import (
     PROTOCOL,
     Accepted,
@@ -262,15 +262,19 @@ class FleetPort(Service):
         except Exception:
             self.log.failure("while taking a {kind} of {node}", kind=type(message).__name__, node=visitor.node)
 
+    def malformed(self, visitor: Visitor, error: Malformed) -> None:
+        """It broke the protocol; the link tells it."""
+        self._note(visitor.wire.peer, "malformed", _certified(visitor, f"it sent {error.what}"), visitor.node)
+
     def ended(self, visitor: Visitor, text: str) -> None:
         """A connection is gone."""
         host = self._visitors.pop(visitor)
         if not visitor.session:
             self._doorway.leave(host)
-            if visitor.certificate:
-                self._note_unless_refused(visitor, "link", f"certificate {visitor.certificate}: {text}")
-            elif text != CLOSED:  # a probe of the port, that is
-                self._note_unless_refused(visitor, "tls", text)
+            probe = visitor.shown is None and text.startswith((CLOSED, BROKE))
+            if not visitor.refused and not probe:
+                reason = "link" if visitor.certificate else "tls"
+                self._note(visitor.wire.peer, reason, _certified(visitor, text), visitor.node)
         self._leave(visitor, visitor.farewell or text)
         if not self._visitors:
             waiting, self._empty = self._empty, []
@@ -278,15 +282,10 @@ class FleetPort(Service):
                 empty.callback(None)
 
     def _refuse(self, visitor: Visitor, refused: Refused) -> None:
-        own = f"certificate {visitor.certificate}"
-        if visitor.certificate and own not in refused.text and refused.reason not in PASSING:
-            refused = evolve(refused, text=f"{own}: {refused.text}")
+        if refused.reason not in PASSING:
+            refused = evolve(refused, text=_certified(visitor, refused.text))
         self._note(visitor.wire.peer, refused.reason, refused.text, visitor.node)
         visitor.refuse(refused)
-
-    def _note_unless_refused(self, visitor: Visitor, reason: str, text: str) -> None:
-        if not visitor.refused:
-            self._note(visitor.wire.peer, reason, text, visitor.node)
 
     def _note(self, peer: str, reason: str, text: str, node: str = "") -> None:
         self._refusals.add(Refusal(self._wall(), peer, reason, text, node), self._server, self._reactor.seconds())
@@ -384,6 +383,12 @@ class FleetPort(Service):
         if self._tls is not None:
             shown.append((f"our own certificate ({self._tls.own})", self._tls.identity.chain[0]))
         self._watch.look(shown, self._wall())
+
+
+def _certified(visitor: Visitor, text: str) -> str:
+    """C{text} with the name in the certificate, which is what both sides can be found by."""
+    own = f"certificate {visitor.certificate}"
+    return f"{own}: {text}" if visitor.certificate and own not in text else text
 
 
 @implementer(IProtocolFactory, ILoggingContext)

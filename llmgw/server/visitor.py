@@ -17,7 +17,7 @@ from twisted.python.failure import Failure
 
 from llmgw.server.imembers import NodeAway, SessionFacts, Unanswered
 from llmgw.wire.codec import encode
-from llmgw.wire.framing import Unsendable
+from llmgw.wire.framing import Malformed, Unsendable
 from llmgw.wire.identity import PeerCertificate
 from llmgw.wire.link import Message, Wire
 from llmgw.wire.messages import Accepted, Desired, Done, Goaway, Refused, Register
@@ -34,6 +34,9 @@ class Host(Protocol):
 
     def registered(self, visitor: Visitor, register: Register) -> None:
         """It said who it is."""
+
+    def malformed(self, visitor: Visitor, error: Malformed) -> None:
+        """It broke the protocol before it was accepted, and is told so."""
 
     def heard(self, visitor: Visitor, message: Message) -> None:
         """It said something after it was accepted."""
@@ -78,6 +81,11 @@ class Visitor:
         """From the link."""
         self.register = register
         self.host.registered(self, register)
+
+    def malformed(self, link: ServerLink, error: Malformed) -> None:
+        """From the link."""
+        self.refused = True
+        self.host.malformed(self, error)
 
     def heard(self, link: ServerLink, message: Message) -> None:
         """From the link."""

@@ -31,7 +31,7 @@ from llmgw.wire.messages import ALPN, AgentMessage, ServerMessage
 
 ABORT_AFTER = 1.0
 MAX_WAITING = 4 * 2**20
-CLOSED = "it closed the connection"
+CLOSED, BROKE = "it closed the connection", "the connection broke"
 
 Message = AgentMessage | ServerMessage | Unknown
 
@@ -260,7 +260,7 @@ class Wire(Protocol):
             return CLOSED
         if isinstance(error, ConnectionAborted):
             return "we gave it up"
-        return f"the connection broke: {error}"
+        return f"{BROKE}: {error}"
 
 
 def try_send(wire: Wire, message: AgentMessage | ServerMessage) -> bool:

@@ -80,6 +80,9 @@ class ServerSide(Protocol):
     def registered(self, link: ServerLink, register: Register) -> None:
         """Answer with C{accept} or C{refuse}, within C{Deadlines.judgement}."""
 
+    def malformed(self, link: ServerLink, error: Malformed) -> None:
+        """The agent broke the protocol before it was accepted; the link refuses it by itself."""
+
     def heard(self, link: ServerLink, message: Message) -> None:
         """The agent said something on a live link."""
 
@@ -231,6 +234,7 @@ def _refuse(link: ServerLink, core: ServerCore, refused: Refused) -> None:
 @Greeting.upon(ServerLink.malformed).to(Closing)
 @Judging.upon(ServerLink.malformed).to(Closing)
 def _malformed(link: ServerLink, core: ServerCore, error: Malformed) -> None:
+    core.side.malformed(link, error)
     try_send(core.wire, Refused("malformed", f"you sent {error.what}"))
     core.close(f"it sent {error.what}", core.deadlines.refusal)
 

@@ -37,9 +37,9 @@ class Fence:
             value = json.loads(self._path.read_bytes())
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise FenceError(f"cannot read {self._path}: {error}; {_ADVICE}") from None
-        if not isinstance(value, dict) or type(value.get("epoch")) is not int or not isinstance(value.get("leader"), str):
+        if not _sound(value):
             raise FenceError(f"{self._path} does not hold an epoch and a leader; {_ADVICE}")
         self.epoch, self.leader = value["epoch"], value["leader"]
 
@@ -67,7 +67,7 @@ class Fence:
             try:
                 self._replace(text)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._path.stat().st_size != len(text):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or _size(self._path) != len(text):
                     raise
                 _write(self._path, text, os.O_WRONLY)
         except OSError as error:
@@ -86,6 +86,20 @@ class Fence:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _sound(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("leader"), str):
+        return False
+    epoch = value.get("epoch")
+    return type(epoch) is int and 0 <= epoch < 2**63
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _write(path: Path, text: bytes, flags: int) -> None:

@@ -90,6 +90,11 @@ class Round:
         self._left = deque([Target(wanted), *rest])
 
     @property
+    def several(self) -> bool:
+        """Whether more than one was tried."""
+        return len(self._seen) > 1
+
+    @property
     def pause(self) -> float:
         """How long everybody wants to be left alone; 0 as long as one of them did not say so."""
         return min(min(self._pauses, default=0.0), _LONGEST_PAUSE)

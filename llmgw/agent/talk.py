@@ -104,17 +104,18 @@ class Talk:
 
     def accepted(self, link: AgentLink, accepted: Accepted) -> str:
         """The link is the node's, if the fence admits this leader."""
-        if problem := self._fenced(accepted.epoch, accepted.leader):
-            return f"{problem}: it is {accepted.leader} at epoch {accepted.epoch}, {self._obeyed()}"
+        problem, text = self._fenced(accepted.epoch, accepted.leader)
+        if problem:
+            return f"{problem}: {text}"
         self.leader, self.epoch = accepted.leader, accepted.epoch
         self.log.info("{node}: {status}", node=self._common.name, status=self.status, event="link_accepted")
         try:
             self._common.node.accepted(accepted.epoch, accepted.leader, accepted.revision)
             self._common.node.connected(self._send)
+            self._report()
         except Exception:
             self.log.failure("while telling the node of its link")
             return "the agent failed (see its log)"
-        self._report()
         return ""
 
     def heard(self, link: AgentLink, message: Message) -> None:
@@ -156,20 +157,21 @@ class Talk:
 
     def _desired(self, message: Desired) -> None:
         applied = self._common.applied
-        problem = self._fenced(message.epoch, message.leader)
+        problem, text = self._fenced(message.epoch, message.leader)
         if not problem and message.epoch == applied.epoch and message.revision < applied.revision:
-            problem = "stale_revision"
+            problem, text = "stale_revision", f"revision {message.revision} came after {applied.revision}"
         if problem:
             for operation in [order.operation for order in message.orders] or [""]:
-                self._refuse(operation, problem)
+                self._refuse(operation, problem, text)
             return
         self._common.node.desired(message)
         applied.epoch, applied.revision = message.epoch, message.revision
         self._report()
 
     def _ask(self, message: Inspect | FetchLog, ask: Callable[[], Deferred[Done]]) -> None:
-        if problem := self._fenced(message.epoch, message.leader):
-            self._refuse(message.operation, problem)
+        problem, text = self._fenced(message.epoch, message.leader)
+        if problem:
+            self._refuse(message.operation, problem, text)
             return
         asked = Deferred.fromCoroutine(self._answer(message.operation, ask))
         asked.addErrback(lambda failure: self.log.failure("while answering", failure))
@@ -184,18 +186,19 @@ class Talk:
             done = Done(operation, False, "failed", {"text": "the agent failed (see its log)"})
         self._send(done)
 
-    def _refuse(self, operation: str, problem: str) -> None:
+    def _refuse(self, operation: str, problem: str, text: str) -> None:
         fence = self._common.fence
-        self.log.error("refused an order: {problem}: {obeyed}", problem=problem, obeyed=self._obeyed(), event=problem)
-        self._send(Done(operation, False, problem, {"epoch": fence.epoch, "leader": fence.leader, "text": self._obeyed()}))
+        self.log.error(
+            "{node}: refused an order: {problem}: {text}", node=self._common.name, problem=problem, text=text, event=problem
+        )
+        self._send(Done(operation, False, problem, {"epoch": fence.epoch, "leader": fence.leader, "text": text}))
 
-    def _fenced(self, epoch: int, leader: str) -> str:
+    def _fenced(self, epoch: int, leader: str) -> tuple[str, str]:
+        """Why this leader is not obeyed, as a word and a sentence; two empty texts if it is."""
+        fence = self._common.fence
         try:
-            return self._common.fence.admit(epoch, leader)
+            problem = fence.admit(epoch, leader)
         except FenceError as error:
-            self.log.error("{error}", error=str(error))
-            return "fence"
-
-    def _obeyed(self) -> str:
-        fence = self._common.fence
-        return f"this node obeys {fence.leader} at epoch {fence.epoch}"
+            return "fence", str(error)
+        obeyed = f"this node obeys {fence.leader} at epoch {fence.epoch}"
+        return problem, f"{leader} commands at epoch {epoch}, {obeyed}" if problem else ""

@@ -26,6 +26,7 @@ from llmgw.agent.lookup import Lookup, LookupFailed
 from llmgw.agent.rounds import Round, Target
 from llmgw.agent.talk import Applied, Common, Talk
 from llmgw.config.agent import AgentSettings
+from llmgw.config.settings import Address
 from llmgw.fleet.units import show_duration
 from llmgw.wire.agent_end import AgentCore, Ending, make_agent_link
 from llmgw.wire.backoff import Backoff
@@ -39,6 +40,7 @@ __all__ = ["INode", "Uplink"]
 
 CONNECT_WITHIN = 3.0
 SPREAD = 0.5
+MOST_SPREAD = 60.0
 STOP_WITHIN = 1.0
 DEADLINES = Deadlines()
 
@@ -76,6 +78,7 @@ class Uplink(Service):
         self._waiting: Deferred[Any] | None = None
         self._resting = False
         self._spread = SPREAD
+        self._last: tuple[Address, ...] = ()
         self._status = "not started"
         self._over: Deferred[None] = succeed(None)
         self._watch = ExpiryWatch()
@@ -134,7 +137,7 @@ class Uplink(Service):
         identity = read_identity(settings.tls, "node")
         if self._tls is not None:
             self._tls.use(identity)
-        self._settings = settings
+        self._settings, self._last = settings, ()
         self._look_at_certificate()
         if self._resting and self._waiting is not None:
             self._waiting.cancel()  # it may be about the very thing that was just put right
@@ -156,7 +159,7 @@ class Uplink(Service):
     async def _run(self) -> None:
         first: tuple[str, ...] = ()
         while self.running:
-            turn = Round.over(self._settings.servers, first)
+            turn = Round.over((*self._settings.servers, *self._last), first)
             first = ()
             while self.running and (target := turn.next()):
                 ending = await self._try(turn, target)
@@ -166,14 +169,14 @@ class Uplink(Service):
             else:
                 await self._rest(turn)
                 continue
-            await self._pause(self._random() * max(SPREAD, self._spread))
+            await self._pause(self._random() * min(max(SPREAD, self._spread), MOST_SPREAD))
 
     async def _rest(self, turn: Round) -> None:
         """The round is over and nobody took us."""
         if not self.running:
             return
         delay = max(self._backoff.next(), turn.pause)
-        what = "round" if len(self._settings.servers) > 1 else "try"
+        what = "round" if turn.several else "try"
         self._status = f"{turn.summary()}. Next {what} in {show_duration(delay)}."
         self.log.warn("{node}: {status}", node=self._settings.node, status=self._status, event="no_leader")
         await self._pause(delay)
@@ -196,24 +199,24 @@ class Uplink(Service):
             self._waiting = None
 
     async def _try(self, turn: Round, target: Target) -> Ending | None:
-        """One address: look it up, or dial it and stay as long as the link does."""
-        if not target.ip:
-            try:
-                turn.found(target, await self._cancellable(self._lookup.addresses(target.address.host)) or [])
-            except LookupFailed as error:
-                turn.failed(target, f"the name {error}")
-            return None
-        self._status = f"dialing {target}"
-        talk = self._make_talk(target)
+        """One address: look it up, or dial it and stay as long as the link does. Whatever fails here is one address's failure."""
         try:
-            if await self._cancellable(self._connect(target, talk)) is None:
-                return None
+            if target.ip:
+                return await self._dial(turn, target)
+            turn.found(target, await self._cancellable(self._lookup.addresses(target.address.host)) or [])
+        except LookupFailed as error:
+            turn.failed(target, f"the name {error}")
         except ConnectError as error:
             turn.failed(target, _unconnected(error))
-            return None
         except Exception as error:
             self.log.failure("while dialing {target}", target=str(target))
             turn.failed(target, f"we could not dial: {error}")
+        return None
+
+    async def _dial(self, turn: Round, target: Target) -> Ending | None:
+        self._status = f"dialing {target}"
+        talk = self._make_talk(target)
+        if await self._cancellable(self._connect(target, talk)) is None:
             return None
         self._talk = talk
         ending = await talk.over
@@ -242,16 +245,10 @@ class Uplink(Service):
             return
         self._spread = talk.spread
         if ending.lived is not None:
-            lived = show_duration(ending.lived)
+            self._last = (target.address,)
+            self._status = f"the link to {target} ended after {show_duration(ending.lived)}: {ending.text}"
             tell = self.log.info if ending.clean else self.log.error
-            tell(
-                "{node}: the link to {server} ended after {lived}: {cause}",
-                node=self._settings.node,
-                server=str(target),
-                lived=lived,
-                cause=ending.text,
-                event="link_lost",
-            )
+            tell("{node}: {status}", node=self._settings.node, status=self._status, event="link_lost")
         word = ending.word
         if word is None:
             turn.failed(target, ending.text)

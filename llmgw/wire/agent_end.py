@@ -26,7 +26,7 @@ class Ending:
 
     @ivar lived: how many seconds it was accepted, None if it never was.
     @ivar word: what the server said at the end, if it did.
-    @ivar clean: the link ended as the protocol has it: refused, told to go away, or closed by us.
+    @ivar clean: the link ended as the protocol has it: refused, told to go away, or closed by us because the agent stops.
     """
 
     text: str
@@ -58,6 +58,9 @@ class AgentLink(Protocol):
 
     def told_off(self, word: Refused | Goaway) -> None:
         """The server does not want this link."""
+
+    def decline(self, text: str) -> None:
+        """We do not want this server, though it took us."""
 
     def send(self, message: AgentMessage) -> None:
         """Send this; nothing happens on a link that is not live."""
@@ -212,7 +215,7 @@ def _accepted(link: AgentLink, core: AgentCore, accepted: Accepted) -> None:
     core.since = core.clock.seconds()
     core.listen(link)
     if refusal := core.side.accepted(link, accepted):
-        link.end(Bye(refusal), core.deadlines.refusal)
+        link.decline(refusal)
 
 
 @Live.upon(AgentLink.received).loop()
@@ -261,6 +264,12 @@ def _expired(link: AgentLink, core: AgentCore, text: str) -> None:
     core.abort(text)
 
 
+@Live.upon(AgentLink.decline).to(Closing)
+def _declined(link: AgentLink, core: AgentCore, text: str) -> None:
+    try_send(core.wire, Bye(text))
+    core.close(f"we left: {text}", core.deadlines.refusal)
+
+
 @Live.upon(AgentLink.end).to(Closing)
 def _end(link: AgentLink, core: AgentCore, bye: Bye, seconds: float) -> None:
     try_send(core.wire, bye)
@@ -299,7 +308,7 @@ def _ignore(states: list[Any], *inputs: Any) -> None:
 
 _ignore([New, Handshaking, Waiting, Registered, Closing, Gone], AgentLink.send)
 _ignore([Closing, Gone], AgentLink.received, AgentLink.malformed, AgentLink.handshaken, AgentLink.welcomed)
-_ignore([Closing, Gone], AgentLink.accepted, AgentLink.told_off, AgentLink.expired)
+_ignore([Closing, Gone], AgentLink.accepted, AgentLink.told_off, AgentLink.decline, AgentLink.expired)
 _ignore([Gone], AgentLink.end, AgentLink.lost)
 
 _make = _builder.build()

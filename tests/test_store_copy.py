@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
+import threading
+from contextlib import closing
+
 import pytest
 import pytest_twisted
 from attrs import evolve
 
+from llmgw.store import leaserow
+from llmgw.store.backend import make_backend
 from llmgw.store.copy import backup_store, copy_store
 from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.lease import SqliteLeadership
@@ -62,8 +68,10 @@ async def test_only_a_new_store_is_copied_into_and_none_in_use_copied_from(tmp_p
         await store.close()
     with pytest.raises(StoreError, match=r"b\.db is not new"):
         copy_store(a, b)
-    with pytest.raises(StoreError, match=r"c\.db was not there: nothing to copy"):
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StoreError, match=r"there is no store at .*c\.db: nothing to copy"):
         copy_store(c, f"sqlite:///{tmp_path}/d.db")
+    assert sorted(tmp_path.iterdir()) == before
     store = stores(a)
     await store.open()
     with pytest.raises(StoreError, match="is locked by pid"):
@@ -93,3 +101,59 @@ def test_a_backup_of_nothing_is_a_sentence(tmp_path):
     with pytest.raises(StoreError, match=r"a\.db: No such file"):
         backup_store(f"sqlite:///{tmp_path}/a.db", tmp_path / "b.db")
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_postgres  # noqa: F405
+@pytest_twisted.ensureDeferred
+async def test_a_database_that_somebody_leads_over_is_not_copied_from(tmp_path, postgres, stores):
+    """It has no lock, so the leader is known by its renewals; one that died long ago renews nothing and holds nobody up."""
+    url = postgres.database()
+    store = stores(url, fleet="f1", name="cp1")
+    await filled(store)
+    statements = leaserow.renewing(store.holder, 1)
+    renewing = threading.Event()
+
+    def renew() -> None:
+        backend = make_backend(url)
+        while not renewing.wait(0.05):
+            with backend.writing() as connection:
+                leaserow.run(connection, statements)
+        backend.close()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(StoreError, match="is in use, cp1 leads over it: stop every llmgw-server first"):
+            copy_store(url, f"sqlite:///{tmp_path}/a.db")
+    finally:
+        renewing.set()
+        thread.join()
+    assert copy_store(url, f"sqlite:///{tmp_path}/a.db", watch=0.3)["nodes"] == 700
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_copy_that_loses_rows_is_not_kept(tmp_path, stores):
+    """What arrived is counted; the target is as new as before, so that the next try can have it."""
+    old, new = (f"sqlite:///{tmp_path}/{name}.db" for name in ("old", "new"))
+    store = stores(old, fleet="f1")
+    await filled(store)
+    await store.close()
+    target = make_backend(new)
+    target.open()
+    target.close()
+    with closing(sqlite3.connect(tmp_path / "new.db")) as database:
+        database.execute("CREATE TRIGGER lose BEFORE INSERT ON nodes WHEN NEW.name = 'n7' BEGIN SELECT RAISE(IGNORE); END")
+    with pytest.raises(StoreError, match=r"nodes has 700 rows in .*old\.db but 699 in the copy: nothing is kept"):
+        copy_store(old, new)
+    with closing(sqlite3.connect(tmp_path / "new.db")) as database:
+        database.execute("DROP TRIGGER lose")
+    assert copy_store(old, new)["nodes"] == 700
+
+
+def test_who_cannot_be_reached_is_named(tmp_path):
+    """Of two databases the one that is away, not the other."""
+    away = "postgresql://u@127.0.0.1:1/d"
+    for act in (lambda: copy_store(away, f"sqlite:///{tmp_path}/a.db"), lambda: backup_store(away, tmp_path / "a.db")):
+        with pytest.raises(StoreError, match="postgresql://127.0.0.1:1/d: cannot be reached"):
+            act()
+    assert not (tmp_path / "a.db").exists()

@@ -43,6 +43,7 @@ COMMANDS = {
     "node": "nodes",
     "key": "keys",
     "pki": "pki",
+    "store": "store",
     "rollout": "later",
     "estimate": "later",
     "fetch": "later",

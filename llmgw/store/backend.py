@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Protocol
 
 from sqlalchemy import Connection
@@ -45,7 +46,7 @@ class Backend(Protocol):
 def make_backend(url: str) -> Backend:
     """The backend for a store's address; psycopg is imported for PostgreSQL only.
 
-    @raise StoreError: an address of another kind.
+    @raise StoreError: an address of another kind, or the driver is not installed.
     """
     if url.startswith("sqlite:///"):
         from pathlib import Path
@@ -56,5 +57,7 @@ def make_backend(url: str) -> Backend:
     if url.startswith("postgresql://"):
         from llmgw.store.postgresql import PostgresBackend
 
+        if find_spec("psycopg") is None:
+            raise StoreError("PostgreSQL needs its driver: pip install 'llmgw[postgresql]' where llmgw is installed")
         return PostgresBackend(url)
     raise StoreError(f"{url.partition(':')[0]}: is no kind of store: use sqlite:///FILE or postgresql://USER@HOST/DATABASE")

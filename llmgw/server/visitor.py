@@ -65,7 +65,7 @@ class Visitor:
     _early: list[Question] = field(factory=list)
     _asked: dict[str, Deferred[Done]] = field(factory=dict)
     _listeners: list[Deferred[bool]] = field(factory=list)
-    _late: deque[str] = field(factory=lambda: deque(maxlen=MOST_ASKED))
+    _settled: deque[str] = field(factory=lambda: deque(maxlen=MOST_ASKED))
 
     @property
     def node(self) -> str:
@@ -159,7 +159,7 @@ class Visitor:
     def _unasked(self, failure: Failure, operation: str) -> Failure:
         """Nobody waits for it any more, for whatever reason; its answer may still come."""
         if self._asked.pop(operation, None) is not None:
-            self._late.append(operation)
+            self._settled.append(operation)
         return failure
 
     def abandon(self, text: str) -> None:
@@ -177,8 +177,9 @@ class Visitor:
         return wall - now
 
     def _answer(self, message: Done) -> bool:
-        """Whether C{message} answers something that was asked; an answer that came too late is swallowed."""
+        """Whether C{message} answers something that was asked; an answer that comes too late or twice is swallowed."""
         answer = self._asked.pop(message.operation, None)
         if answer is not None:
+            self._settled.append(message.operation)
             answer.callback(message)
-        return answer is not None or message.operation in self._late
+        return answer is not None or message.operation in self._settled

@@ -15,6 +15,7 @@ from twisted.internet.defer import Deferred
 from zope.interface import Attribute, Interface
 
 from llmgw.errors import Problem
+from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, Inventory, NodeFacts
@@ -26,12 +27,14 @@ class Needs:
     """What one shard of a profile takes on its node, as its adapter reckons it.
 
     C{memory} is bytes per device, None unknown. C{ports} is how many consecutive ports it wants, the first for HTTP.
+    C{context} is the tokens of one request that C{memory} was reckoned for, None unknown or without influence on it.
     """
 
     devices: int = 0
     memory: int | None = None
     host_memory: int = 0
     ports: int = 1
+    context: int | None = None
 
 
 @frozen
@@ -138,6 +141,13 @@ class IEngineAdapter(Interface):
         """Why it ended, from its status and the end of its output: the first cause, not the last line."""
 
 
+class IMemoryEstimator(Interface):
+    """What an adapter provides beside L{IEngineAdapter} if it can tell what a replica takes part by part. Pure, too."""
+
+    def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
+        """What one replica takes. C{files} None means that nobody has looked at the weights yet."""
+
+
 class IInventory(Interface):
     """What a node's hardware is. Implementations do their I/O in a child process with a deadline."""
 
@@ -182,6 +192,8 @@ class ILeadership(Interface):
 
     epoch: int = Attribute("The epoch of the leadership held or last seen.")
     leader: str = Attribute("The holder's name, as agents get it.")
+    addresses: tuple[str, ...] = Attribute("Where agents reach that one.")
+    problem: str = Attribute("Why who leads cannot be found out or kept, empty while it can.")
 
     def may_act() -> bool:
         """Whether this process may send a command right now."""

@@ -13,7 +13,8 @@ from llmgw.fleet.node import Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Allocation, ShardExit, WeightFiles
 from llmgw.interfaces import Flags
 from llmgw.testing.tiny_gguf import write_tiny_gguf
-from tests.running_engine import RunningEngine, free_port, until
+from tests.ports import free_port
+from tests.running_engine import RunningEngine, until
 
 BINARY = Installation("llamacpp", "llamacpp", ("llama-server",), "b11434")
 WHEEL = Installation("llamacpp", "llamacpp", (sys.executable, "-m", "llmgw.engines.llamacpp_server"))
@@ -145,10 +146,10 @@ def test_needs():
         "general.architecture": "llama", "llama.block_count": 2, "llama.attention.head_count": 2, "llama.embedding_length": 64,
     }  # fmt: skip
     files = WeightFiles("x", True, "/x", format="gguf", bytes=1000, gguf=gguf)
-    total = 1000 + 4 * 100 * (2 * 2 * 2 * 32 * 2) + 256 * 2**20
-    assert llamacpp.needs(Profile("llamacpp", "x", context=100), files).host_memory == total
+    layer = 500 + 4 * 256 * (2 * 2 * 32 * 2)  # one of two: weights, and the cache of four slots, padded to 256 tokens
+    assert llamacpp.needs(Profile("llamacpp", "x", context=100), files).host_memory == 2 * layer + 256 * 2**20
     both = llamacpp.needs(Profile("llamacpp", "x", context=100, resources=Resources(devices=2)), files)
-    assert (both.devices, both.memory) == (2, total // 2)
+    assert (both.devices, both.memory) == (2, 2 * layer + 512 * 2**20), "the first device has both layers, the second the output"
 
 
 def test_warnings_do_not_refuse():

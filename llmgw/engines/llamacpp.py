@@ -25,18 +25,17 @@ from llmgw.engines.launch import (
     unknown_arguments,
     weights_problems,
 )
+from llmgw.engines.llamacpp_memory import OVERHEAD, context_size, device_count, estimate, slots
 from llmgw.engines.memory import shape
 from llmgw.errors import Problem
+from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, NodeFacts
 from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
 from llmgw.fleet.units import show_size
-from llmgw.interfaces import Flags, IEngineAdapter, Needs, Phase, ShardLaunch
+from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, Needs, Phase, ShardLaunch
 
 KEY = "LLAMA_API_KEY"
-SLOTS = 4
-# Beside weights and cache: compute buffers and the program itself.
-OVERHEAD = 256 * 2**20
 
 _WEIGHTS = "set `weights`"
 _ADDRESS = "llmgw gives it host and port"
@@ -131,19 +130,7 @@ _RUNNING, _WAITING = "llamacpp:requests_processing", "llamacpp:requests_deferred
 _PROGRESS = "llamacpp:n_decode_total"
 
 
-def slots(profile: Profile) -> int:
-    """How many requests it runs at once."""
-    wanted = profile.arguments.get("parallel")
-    return wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else SLOTS
-
-
-def context_size(profile: Profile) -> int:
-    """What C{--ctx-size} gets: tokens over all slots; 0 is the model's own."""
-    shared = profile.arguments.get("kv-unified") is True
-    return (profile.context or 0) * (1 if shared else slots(profile))
-
-
-@implementer(IPlugin, IEngineAdapter)
+@implementer(IPlugin, IEngineAdapter, IMemoryEstimator)
 class LlamaCpp:
     """The C{llamacpp} engine."""
 
@@ -171,16 +158,18 @@ class LlamaCpp:
 
     def needs(self, profile: Profile, files: WeightFiles | None) -> Needs:
         """No device unless asked for; the memory of weights, cache and buffers where the weights are known."""
-        world, resources = profile.parallel.world, profile.resources
-        devices = resources.devices if resources.devices is not None else (world if world > 1 else 0)
-        total = _memory(profile, files)
-        each = -(-total // devices) if total is not None and devices else None
-        host = total if not devices else OVERHEAD
+        resources, devices, found = profile.resources, device_count(profile), self.estimate(profile, files)
+        host = found.host.total if found.host and not devices else OVERHEAD
         return Needs(
             devices=devices,
-            memory=each if resources.device_memory is None else resources.device_memory,
+            memory=found.need if resources.device_memory is None else resources.device_memory,
             host_memory=(host or 0) if resources.host_memory is None else resources.host_memory,
+            context=found.context,
         )
+
+    def estimate(self, profile: Profile, files: WeightFiles | None) -> Estimate:
+        """See L{llmgw.engines.llamacpp_memory}."""
+        return estimate(profile, files)
 
     def problems(
         self,
@@ -276,18 +265,6 @@ class LlamaCpp:
     def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
         """By the texts that llama.cpp ends with."""
         return failures.diagnosis("llama.cpp", _FAILURES, exit, tail)
-
-
-def _memory(profile: Profile, files: WeightFiles | None) -> int | None:
-    """Weights, cache and buffers over all devices; None if the weights are not known."""
-    if files is None or not files.found or files.bytes is None:
-        return None
-    model = shape(files)
-    per_token = model.kv_per_token()
-    tokens = context_size(profile) or model.context
-    if per_token is None or tokens is None:
-        return None
-    return files.bytes + tokens * per_token + OVERHEAD
 
 
 def _parallel_problems(profile: Profile) -> list[Problem]:

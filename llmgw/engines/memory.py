@@ -13,6 +13,11 @@ from attrs import frozen
 
 from llmgw.fleet.shard import WeightFiles
 
+# What Transformers' classes take where config.json is silent, for types whose published files are.
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
+}
+
 
 @frozen
 class Shape:
@@ -29,8 +34,10 @@ class Shape:
     def kv_per_token(self, tensor: int = 1, pipeline: int = 1, width: int = 2) -> int | None:
         """Bytes of KV cache for a token on one device; None if the figures do not tell.
 
-        Compressed attention (MLA) keeps the same latent on every tensor rank; heads are otherwise divided, and repeated
-        where there are more ranks than heads. Sliding windows are counted as if they were whole: never too little.
+        C{2 x layers / pipeline x max(1, kv_heads // tensor) x head_size x width}; with latents C{layers / pipeline x latent x
+        width}. Compressed attention (MLA) keeps the same latent on every tensor rank; heads are otherwise divided, and repeated
+        where there are more ranks than heads. Windows and layers of other kinds are counted as if they kept everything: never
+        too little; L{llmgw.engines.cache} counts layer by layer.
 
         @param width: bytes of one number in the cache.
         """
@@ -48,14 +55,15 @@ def shape(files: WeightFiles | None) -> Shape:
     """The shape of these weights; all unknown where nobody has looked."""
     if files is None:
         return Shape()
-    return _of_gguf(files.gguf) if files.gguf else _of_config(text_config(files))
+    return _of_gguf(files.gguf) if files.gguf else config_shape(text_config(files))
 
 
 def text_config(files: WeightFiles | None) -> Mapping[str, object]:
     """config.json, or its language part where the model has several."""
     config = files.config if files is not None else {}
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, Mapping) else config
+    inner = config.get("text_config") or config.get("llm_config") or config.get("language_config")
+    found = {**config, **inner} if isinstance(inner, Mapping) else config
+    return {**DEFAULTS.get(str(found.get("model_type")), {}), **found}
 
 
 def number(config: Mapping[str, object], *names: str) -> int | None:
@@ -69,23 +77,33 @@ def number(config: Mapping[str, object], *names: str) -> int | None:
     return None
 
 
-def _of_config(config: Mapping[str, object]) -> Shape:
-    heads = number(config, "num_attention_heads", "n_head")
-    hidden = number(config, "hidden_size", "n_embd")
-    head_size = number(config, "head_dim")
+def config_shape(config: Mapping[str, object]) -> Shape:
+    """The shape by the figures of config.json, or of its language part."""
+    heads = number(config, "num_attention_heads", "n_head", "n_heads")
+    hidden = number(config, "hidden_size", "n_embd", "d_model")
+    head_size = number(config, "head_dim", "kv_channels")
     if head_size is None and heads and hidden:
         head_size = hidden // heads
     rank, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
-    kv_heads = number(config, "num_key_value_heads")
     return Shape(
-        layers=number(config, "num_hidden_layers", "n_layer"),
+        layers=number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
+        kv_heads=_kv_heads(config, heads),
         head_size=head_size,
         context=_context(config),
         experts=number(config, "num_experts", "n_routed_experts", "num_local_experts"),
         latent=rank + rope if rank is not None and rope is not None else None,
     )
+
+
+def _kv_heads(config: Mapping[str, object], heads: int | None) -> int | None:
+    """Older families have names of their own; C{multi_query} alone means one head (vLLM's get_total_num_kv_heads)."""
+    inner = config.get("attn_config")
+    inner = inner if isinstance(inner, Mapping) else {}
+    named = number({**inner, **config}, "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "kv_n_heads")
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return number(config, "multi_query_group_num") or 1
+    return heads if named is None else named
 
 
 def _context(config: Mapping[str, object]) -> int | None:

@@ -8,6 +8,7 @@ somebody else's memory would make vLLM refuse to start.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -17,20 +18,20 @@ from zope.interface import implementer
 from llmgw.engines import failures, metrics, vllm_fit
 from llmgw.engines import vllm_checks as checks
 from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, words
-from llmgw.engines.memory import shape
 from llmgw.engines.vllm_failures import FAILURES, GUESSES
+from llmgw.engines.vllm_memory import DEFAULT_SHARE, estimate
 from llmgw.errors import Problem
+from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, NodeFacts
 from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
-from llmgw.interfaces import Flags, IEngineAdapter, Needs, Phase, ShardLaunch
+from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, Needs, Phase, ShardLaunch
 
 KEY = "VLLM_API_KEY"
 # How long running requests may go on after SIGTERM; llmgw has drained before, so this is for what came late.
 SHUTDOWN = 10
 # The most of a device's total memory that is asked for, and what is left free beside other people's memory.
 MOST, BESIDE_OTHERS = 0.95, 0.01
-DEFAULT_SHARE = 0.92
 
 # Options that want a list as JSON; every other list becomes words of its own.
 _JSON_LISTS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
@@ -53,7 +54,7 @@ _RUNNING, _WAITING, _KV = "vllm:num_requests_running", "vllm:num_requests_waitin
 _PROMPT, _GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
 
 
-@implementer(IPlugin, IEngineAdapter)
+@implementer(IPlugin, IEngineAdapter, IMemoryEstimator)
 class Vllm:
     """The C{vllm} engine."""
 
@@ -84,10 +85,15 @@ class Vllm:
         """One device for each rank on the node; memory from the weights and one context where they are known."""
         parallel, resources = profile.parallel, profile.resources
         devices = -(-parallel.world // parallel.nodes) if resources.devices is None else resources.devices
-        memory = resources.device_memory
-        if memory is None and devices:
-            memory = checks.least_memory(profile, files, shape(files))
-        return Needs(devices, memory, resources.host_memory or 0, ports=3 if _several(profile) else 1)
+        memory, found = resources.device_memory, self.estimate(profile, files)
+        if memory is None and devices and found.need is not None:
+            # It may take only a part of what is free, so more must be free than it takes.
+            memory = found.need if resources.share else math.ceil(found.need / found.share)
+        return Needs(devices, memory, resources.host_memory or 0, 3 if _several(profile) else 1, found.context)
+
+    def estimate(self, profile: Profile, files: WeightFiles | None) -> Estimate:
+        """See L{llmgw.engines.vllm_memory}."""
+        return estimate(profile, files)
 
     def problems(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from attrs import frozen
 
 from llmgw.engines.launch import environment_problems, reserved_arguments, unknown_arguments, weights_problems
-from llmgw.engines.memory import Shape, number, shape, text_config
+from llmgw.engines.memory import Shape, shape
 from llmgw.errors import Problem
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, NodeFacts
@@ -56,9 +56,6 @@ CAPABILITY = {
 }
 WHEEL_CAPABILITY, BF16 = 75, 80
 CUDA13_DRIVER = 580
-# Context and library of CUDA, graphs, activations: a first guess until a run has been seen.
-OVERHEAD = 2 * 2**30
-SPREAD = 1.03
 
 
 @frozen
@@ -271,24 +268,3 @@ def _dtype(case: Case) -> str:
 def _at_least(version: str, wanted: tuple[int, int]) -> bool:
     parts = version.split(".")
     return len(parts) > 1 and all(part.isdigit() for part in parts[:2]) and (int(parts[0]), int(parts[1])) >= wanted
-
-
-def kv_width(profile: Profile) -> int:
-    """Bytes of one number in the cache."""
-    return 1 if "fp8" in str(profile.arguments.get("kv-cache-dtype", "auto")) else 2
-
-
-def least_memory(profile: Profile, files: WeightFiles | None, figures: Shape) -> int | None:
-    """Bytes of each device without which not one request of C{context} tokens could be served; None is unknown.
-
-    Weights over tensor x pipeline ranks with what is replicated, the cache of one whole context, and the runtime's own.
-    """
-    if files is None or files.bytes is None:
-        return None
-    parallel = profile.parallel
-    ranks = parallel.tensor * parallel.pipeline * (parallel.data if parallel.expert else 1)
-    context = profile.context or figures.context or number(text_config(files), "max_position_embeddings")
-    token = figures.kv_per_token(parallel.tensor, parallel.pipeline, kv_width(profile))
-    if context is None or token is None:
-        return None
-    return int(files.bytes / ranks * SPREAD) + token * context + OVERHEAD

@@ -8,9 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from attrs import evolve
+
 from llmgw.engines.memory import number, text_config
-from llmgw.engines.vllm_checks import OVERHEAD, Case, kv_width, least_memory
+from llmgw.engines.vllm_checks import Case
+from llmgw.engines.vllm_memory import OVERHEAD, estimate
 from llmgw.errors import Problem
+from llmgw.fleet.estimate import largest_context
 from llmgw.fleet.node import Device
 from llmgw.fleet.units import show_size
 
@@ -73,20 +77,21 @@ def _decode_context(case: Case) -> Iterator[Problem]:
 def _memory(case: Case) -> Iterator[Problem]:
     """Weights and one context against the largest device. The guessed overhead is left out: only what can never fit."""
     totals = [device.memory_total or 0 for device in _devices(case)]
-    need = least_memory(case.profile, case.files, case.shape)
-    context = case.profile.context or case.shape.context
-    if case.node is None or not totals or not all(totals) or need is None or context is None:
+    found = estimate(case.profile, case.files)
+    if case.node is None or not totals or not all(totals) or found.need is None or found.context is None:
         return
     largest = max(totals)
-    if need - OVERHEAD <= largest:
+    if found.need - OVERHEAD <= largest:
         return
-    parallel = case.profile.parallel
-    per_token = case.shape.kv_per_token(parallel.tensor, parallel.pipeline, kv_width(case.profile)) or 1
-    fits = (largest - (need - per_token * context)) // per_token // 256 * 256
-    lower = f"lower context to {fits}, or use" if fits > 0 else "use"
+
+    def fits(context: int) -> bool:
+        return (estimate(evolve(case.profile, context=context), case.files).need or 0) <= largest
+
+    most = largest_context(fits, found.context)
+    lower = f"lower context to {most}, or use" if most else "use"
     text = (
-        f"weights and {context} tokens of cache need {show_size(need)} on each device, the largest of {case.node.name} has "
-        f"{show_size(largest)}; {lower} a higher tensor"
+        f"weights and {found.context} tokens of cache need {show_size(found.need)} on each device, the largest of "
+        f"{case.node.name} has {show_size(largest)}; {lower} a higher tensor"
     )
     yield Problem(text, "context", "device_memory")
 

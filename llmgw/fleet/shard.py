@@ -14,6 +14,7 @@ from attrs import field, frozen
 
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import IllegalTransition
+from llmgw.fleet.tensors import TensorBytes
 
 
 def replica_id(model: str, number: int) -> str:
@@ -245,8 +246,9 @@ class ShardReport:
 class WeightFiles:
     """What an agent's C{inspect} found of a model's weights; never a path on the server.
 
-    C{found} False with C{looked} lists the paths that were tried. C{config} is config.json as parsed; C{gguf} the header's
-    key-values; C{bytes} the size of the tensors (None unknown).
+    C{found} False with C{looked} lists the paths that were tried. C{config} is config.json as parsed, C{generation} the same of
+    generation_config.json; C{gguf} the header's key-values; C{bytes} the size of the tensors and C{tensors} where they stand
+    (None unknown); C{revision} the commit of a Hugging Face cache.
     """
 
     weights: str
@@ -258,3 +260,6 @@ class WeightFiles:
     config: Mapping[str, object] = field(factory=dict)
     gguf: Mapping[str, object] = field(factory=dict)
     problem: str = ""
+    generation: Mapping[str, object] = field(factory=dict)
+    tensors: TensorBytes | None = None
+    revision: str = ""

@@ -1,0 +1,112 @@
+"""What vLLM takes of each device, by its own accounting.
+
+vLLM asks for a fraction of the device's total, C{gpu-memory-utilization}, and fills with KV cache what weights, runtime and
+activations leave of it. So a replica can start where C{fraction x total} holds weights, overhead and the cache of one request
+of C{context} tokens (vLLM's C{check_enough_kv_cache_memory}); what is more serves more requests at once.
+
+Per layer and request, after vLLM 0.33's C{kv_cache_interface}: all tokens in blocks of 16; with a window C{min(window - 1 +
+max_num_batched_tokens, context)} and a block more; with chunks C{min(chunk + max_num_batched_tokens, context)}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmgw.engines.cache import LayerCache, Pages, bytes_of
+from llmgw.engines.estimates import context_of, layers_of, number_format, stage_weights, stages, unknown
+from llmgw.engines.memory import text_config
+from llmgw.fleet.estimate import Estimate, RankMemory
+from llmgw.fleet.model import Profile
+from llmgw.fleet.shard import WeightFiles
+
+# Context and library of CUDA, graphs, activations: a first guess until a run has been seen.
+OVERHEAD = 2 * 2**30
+# vLLM's own default of gpu-memory-utilization, and what it puts into one batch on large devices.
+DEFAULT_SHARE = 0.92
+BATCHED = 8192
+BLOCK = 16
+# What is left of a byte of linear weights that vLLM quantizes while it loads them. bitsandbytes: 4 bits and a scale for 64.
+QUANTIZED = {"fp8": 0.5, "bitsandbytes": 0.29}
+_WIDTHS = {"float32": 4, "float": 4}
+# DeepSeek's packed latents: 512 numbers of fp8, 4 scales, 64 of rope in bf16.
+_PACKED = 656
+
+
+def share(profile: Profile) -> float:
+    """The fraction of a device's total that it may take."""
+    value = profile.arguments.get("gpu-memory-utilization")
+    said = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    return float(value) if said else DEFAULT_SHARE  # type: ignore[arg-type]
+
+
+def cache_width(profile: Profile) -> float:
+    """Bytes of one number in the cache; C{auto} is the weights' number format, which quantization of the cache only lessens."""
+    kind = str(profile.arguments.get("kv-cache-dtype", "auto"))
+    if "fp8" in kind or "int8" in kind:
+        return 1.0
+    if "fp4" in kind:
+        return 0.5625
+    wanted = str(profile.arguments.get("dtype", "auto"))
+    return float(_WIDTHS.get(wanted, 2))
+
+
+def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
+    """One request of the whole context on each rank, in vLLM's order of ranks: data, pipeline, tensor."""
+    parallel, layers, context = profile.parallel, layers_of(files), context_of(profile, files)
+    weights = stage_weights(files, parallel, *_scales(profile, files)) if files is not None and files.found else None
+    cut = stages(_packed(layers, profile), parallel.pipeline) if layers is not None else None
+    pages = _pages(profile)
+    ranks = []
+    for stage in range(parallel.pipeline):
+        cache = bytes_of(cut[stage], _tokens(profile, context), pages) if cut is not None and context is not None else None
+        ranks += [RankMemory(weights[stage] if weights else None, cache, OVERHEAD)] * parallel.tensor
+    token = None
+    if cut is not None and context is not None:
+        more = (bytes_of(one, context + BLOCK, pages) - bytes_of(one, context, pages) for one in cut)
+        token = max(more) // BLOCK
+    return Estimate(
+        ranks=tuple(ranks) * parallel.data,
+        context=context,
+        per_token=token,
+        share=share(profile),
+        elastic=True,
+        unknown=unknown(files, layers, context),
+    )
+
+
+def _scales(profile: Profile, files: WeightFiles | None) -> tuple[float, float]:
+    """Bytes in memory for a byte on disk: of what stands in layers, and of everything."""
+    config = text_config(files)
+    if config.get("quantization_config") or (files is not None and files.config.get("quantization_config")):
+        return 1.0, 1.0
+    stored, wanted = number_format(config), str(profile.arguments.get("dtype", "auto"))
+    # With auto vLLM takes float32 weights as half.
+    every = 0.5 if stored == "float32" and wanted not in _WIDTHS else 2.0 if wanted in _WIDTHS and stored.endswith("16") else 1.0
+    return QUANTIZED.get(str(profile.arguments.get("quantization")), 1.0), every
+
+
+def _tokens(profile: Profile, context: int) -> int:
+    """Decode context parallelism divides the tokens of a request over ranks."""
+    ranks = profile.arguments.get("decode-context-parallel-size")
+    return -(-context // ranks) if isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 1 else context
+
+
+def _pages(profile: Profile) -> Pages:
+    width = cache_width(profile)
+    batched = profile.arguments.get("max-num-batched-tokens")
+    batch = batched if isinstance(batched, int) and not isinstance(batched, bool) else BATCHED
+
+    def held(layer: LayerCache, tokens: int) -> int:
+        kept = tokens
+        if layer.window is not None:
+            kept = min(tokens, layer.window + batch - (not layer.chunked))
+        return (-(-kept // BLOCK) + (layer.window is not None and not layer.chunked)) * BLOCK
+
+    return Pages(held, key=width, value=width, tensor=profile.parallel.tensor)
+
+
+def _packed(layers: Sequence[LayerCache], profile: Profile) -> Sequence[LayerCache]:
+    """C{fp8_ds_mla} packs a latent into bytes of its own."""
+    if str(profile.arguments.get("kv-cache-dtype")) != "fp8_ds_mla":
+        return layers
+    return [LayerCache(extra=_PACKED + layer.extra) if layer.heads is None and layer.key else layer for layer in layers]

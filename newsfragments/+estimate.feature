@@ -1,0 +1,1 @@
+Device memory is reckoned before anything starts, rank by rank and by each engine's own accounting: weights as they are cut, KV cache layer by layer (grouped queries, latents, windows, recurrent states), overhead; what is not known is said and never counted as nothing.

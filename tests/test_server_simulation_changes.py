@@ -70,18 +70,6 @@ def test_a_changed_profile_without_room_replaces_in_place_and_says_so():
     }
 
 
-def test_a_bad_change_stops_at_the_first_replica():
-    """G4, T7: the new generation cannot start; what serves is not touched, and it is said."""
-    fleet = serving({"a": 2, "b": 2, "c": 1}, [model("m", 4)])
-    pids = fleet.pids()
-    for agent in fleet.agents.values():
-        agent.doomed.add("m")
-    fleet.apply([model("m", 4, version=2)])
-    fleet.run(900)
-    assert pids.items() <= fleet.pids().items() and fleet.ready("m") == 4
-    assert "what serves is not touched" in fleet.controller.outcome.notes["m"]
-
-
 def test_a_change_that_fits_nowhere_leaves_the_old_serving():
     """A successor that no device could take is no reason to stop anything."""
     fleet = serving({"a": 1}, [model("m", 1)])

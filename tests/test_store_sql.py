@@ -19,7 +19,7 @@ from llmgw.store import rows
 from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.lease import SqliteLeadership
 from llmgw.store.records import CatalogRevision, Drop, KeyRecord, UsageRow
-from llmgw.store.schema import migrate, version_of
+from llmgw.store.schema import MIGRATIONS, migrate, version_of
 from tests.store_fixtures import *  # noqa: F403
 
 DEVICES = (Device("GPU-1", 0, "H100", 80 * 2**30, capability=(9, 0)), Device("GPU-2", 1, "H100", problem="Xid 79"))
@@ -213,14 +213,15 @@ async def test_a_newer_schema_is_refused_and_an_older_one_migrated(url, stores):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await store.write("migrate", lambda connection: migrate(connection, [step, broken]))
-    assert await store.read("ask", version_of) == 1
-    assert await store.write("migrate", lambda connection: migrate(connection, [step])) == 1
-    assert await store.write("migrate", lambda connection: migrate(connection, [step])) == 2
+        await store.write("migrate", lambda connection: migrate(connection, [*MIGRATIONS, step, broken]))
+    newest = len(MIGRATIONS) + 1
+    assert await store.read("ask", version_of) == newest
+    assert await store.write("migrate", lambda connection: migrate(connection, [*MIGRATIONS, step])) == newest
+    assert await store.write("migrate", lambda connection: migrate(connection, [*MIGRATIONS, step])) == newest + 1
     assert (await store.load()).nodes == (NODE,)
     await store.close()
     store = stores(url)
-    with pytest.raises(StoreError, match="schema 2 of a newer llmgw, this one knows 1"):
+    with pytest.raises(StoreError, match=f"schema {newest + 1} of a newer llmgw, this one knows {newest}"):
         await store.open()
 
 

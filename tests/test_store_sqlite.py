@@ -346,7 +346,7 @@ elif where == "migrate":
         connection.exec_driver_sql("CREATE TABLE more (x INTEGER)")
         connection.exec_driver_sql("DROP TABLE nodes")
         die()
-    schema.MIGRATIONS = [step]
+    schema.MIGRATIONS = [*schema.MIGRATIONS, step]
 sqlite.SqliteBackend(file).open()
 print("survived")
 """

@@ -38,6 +38,7 @@ from llmgw.fleet.model import (
     Place,
     Profile,
     Resources,
+    Rollout,
     Routing,
     Scale,
     StaticEndpoint,
@@ -47,6 +48,8 @@ MODEL_NAME = re.compile(
     r"(?!.*//)(?!.*/\.{1,2}(/|\Z))(?!(.*/)?[0-9]+\Z)[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,126}[A-Za-z0-9_+-]\Z|[A-Za-z]\Z", re.ASCII
 )
 _MODEL_NAME = "a model name: letters, digits and . _ : / @ + -, at most 128, the part behind the last / not a bare number"
+STRATEGIES = ("auto", "surge", "replace")
+RECONCILE = ("keep_original", "keep_replacement", "longest_running")
 POLICIES = ("least_cost", "least_inflight", "round_robin", "weighted")
 INSTALLATION = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}\Z", re.ASCII)
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,126}\Z", re.ASCII)
@@ -185,7 +188,7 @@ def _make_model(name: str, profile: Profile | None = None, loras: tuple[Lora, ..
 def _check_model(item: Item, model: Model, reading: Reading) -> None:
     if model.profile is None and not item.has("profile") and not model.endpoints and not item.has("endpoints"):
         reading.add(item, "has neither a profile (llmgw runs it) nor endpoints (it runs elsewhere)", "missing_key")
-    for key in ("replicas", "loras"):
+    for key in ("replicas", "loras", "rollout", "reconcile"):
         if item.has(key) and not item.has("profile"):
             reading.add(item.get(key), f"{key} needs a profile: llmgw does not run what is behind endpoints", "profile")
 
@@ -201,6 +204,8 @@ _MODEL = section(
     endpoints=list_of(_ENDPOINT, 1),
     loras=list_of(section(Lora, ("name", "weights"), name=model_name, weights=weights)),
     routing=_ROUTING,
+    rollout=section(Rollout, strategy=one_of(*STRATEGIES), failures=integer(1, 1000)),
+    reconcile=one_of(*RECONCILE),
 )
 
 

@@ -122,8 +122,24 @@ class Routing:
 
 
 @frozen
+class Rollout:
+    """How a changed profile comes into force.
+
+    @ivar strategy: C{surge} waits for room beside the old replicas, C{replace} lets an old one go first, C{auto} surges where
+        there is room.
+    @ivar failures: after so many failed attempts with the new profile the model goes back to the old one.
+    """
+
+    strategy: str = "auto"
+    failures: int = 3
+
+
+@frozen
 class Model:
-    """A public name that clients ask for."""
+    """A public name that clients ask for.
+
+    @ivar reconcile: which copy stays when a lost node comes back: C{keep_original}, C{keep_replacement}, C{longest_running}.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -131,6 +147,8 @@ class Model:
     profile: Profile | None = None
     endpoints: tuple[StaticEndpoint, ...] = ()
     routing: Routing = Routing()
+    rollout: Rollout = Rollout()
+    reconcile: str = "keep_original"
 
     @property
     def generation(self) -> str:

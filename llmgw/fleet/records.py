@@ -6,10 +6,11 @@ They live here and not in the store because planning reads and makes them, and p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
-from llmgw.fleet.model import Profile
+from llmgw.fleet.model import Model, Profile
 from llmgw.fleet.node import NodeFacts, NodeState
 from llmgw.fleet.shard import Allocation, ShardState, Wanted
 
@@ -22,6 +23,7 @@ class NodeRecord:
     @ivar since: when C{state} was entered; C{reason} why.
     @ivar drain_deadline: when what is left on a draining node is stopped, None without a drain.
     @ivar outage: the drain may leave a model without any replica.
+    @ivar force: the drain waits for no successor.
     @ivar quarantined_until: nothing is placed there before; None when not quarantined.
     @ivar certificate_expires: not_after of the certificate last shown.
     @ivar last_report: when the node was last heard; written now and then only.
@@ -38,6 +40,7 @@ class NodeRecord:
     draining: bool = False
     drain_deadline: float | None = None
     outage: bool = False
+    force: bool = False
     quarantined_until: float | None = None
     certificate_expires: float | None = None
     last_report: float | None = None
@@ -58,6 +61,9 @@ class ShardRecord:
     @ivar excluded: nodes it must not be placed on, each with the instant until which.
     @ivar url: where its engine serves and C{key} with what secret, so that routers can be fed before any agent reports.
     @ivar replace: why another replica shall take its place although its generation is current; empty mostly.
+    @ivar outage: it may be replaced even while nobody else serves its model.
+    @ivar served_since: since when this attempt has been ready, as far as we know; 0 before.
+    @ivar given_up: its node was lost, so another replica may have taken its place.
     @ivar adopted: it was found running and taken over, not started by an order.
     """
 
@@ -85,4 +91,56 @@ class ShardRecord:
     url: str = ""
     key: str = field(default="", repr=False)
     replace: str = ""
+    outage: bool = False
+    served_since: float = 0.0
+    given_up: bool = False
     adopted: bool = False
+
+
+class RolloutState(StrEnum):
+    """How far the change of a model to the catalog's profile is."""
+
+    RUNNING = "running"
+    DONE = "done"
+    ROLLED_BACK = "rolled_back"
+    UNDONE = "undone"
+
+
+@frozen
+class RolloutRecord:
+    """The change of one model from the profile that was good to the catalog's, kept for as long as the model is in the catalog.
+
+    @ivar target: the catalog's profile that this is about; another one in the catalog begins another rollout.
+    @ivar back: the last good profile, which a rollback returns to; None if there is none. Of a rollout that is done: the one
+        that was good before.
+    @ivar since: when C{state} was entered; C{reason} why.
+    @ivar paused: no further replica is changed before an operator resumes.
+    @ivar failures: the attempts with C{target} that failed, C{MODEL/NUMBER:ATTEMPT}.
+    @ivar outage: an old replica may make room even if nobody else serves the model.
+    """
+
+    model: str
+    state: RolloutState
+    target: Profile
+    back: Profile | None = None
+    since: float = 0.0
+    reason: str = ""
+    paused: bool = False
+    failures: tuple[str, ...] = ()
+    outage: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the model stays at C{back} although its catalog says C{target}."""
+        return self.back is not None and self.state in (RolloutState.ROLLED_BACK, RolloutState.UNDONE)
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing may change for now, so that what there is of either profile is well."""
+        return self.paused and self.state is RolloutState.RUNNING
+
+    def in_force(self, model: Model) -> Model:
+        """C{model} as its replicas shall be run now: with the profile that it is pinned to, if it is."""
+        if self.target == model.profile and self.back is not None and (self.pinned or self.held):
+            return evolve(model, profile=self.back)
+        return model

@@ -12,8 +12,7 @@ from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import Allocation, ShardReport, ShardState
 from llmgw.planning.orders import attempt_id
-from llmgw.planning.replicas import group
-from llmgw.planning.rollout import wanted
+from llmgw.planning.replicas import group, wanted
 from llmgw.planning.world import Draft
 
 _SOUND = (ShardState.STARTING, ShardState.LOADING, ShardState.READY)
@@ -45,7 +44,7 @@ def _explained(draft: Draft, node: str, report: ShardReport) -> bool:
 
 def _why(draft: Draft, report: ShardReport) -> str:
     record = draft.shards.get(report.shard)
-    model = draft.world.catalog.get(report.model)
+    model = draft.catalog.get(report.model)
     if record is not None:
         where = f" on {record.allocation.node}" if record.allocation else ""
         return f"its name belongs to another copy{where}"
@@ -66,12 +65,12 @@ def adopt_matching(draft: Draft) -> None:
         return
     replicas: dict[tuple[str, int], list[Orphan]] = defaultdict(list)
     for orphan in found:
-        model = draft.world.catalog.get(orphan.report.model)
+        model = draft.catalog.get(orphan.report.model)
         parts = orphan.report.shard.rsplit("/", 2)
         if model and model.profile and model.generation == orphan.report.generation and orphan.report.state in _SOUND:
             replicas[model.name, int(parts[1])].append(orphan)
     for (name, _), members in sorted(replicas.items()):
-        model = draft.world.catalog.get(name)
+        model = draft.catalog.get(name)
         if model and _whole(members, model) and _has(draft, model) < wanted(model, draft.world.demand):
             for orphan in members:
                 adopt(draft, orphan.node, orphan.report, model.profile)
@@ -116,6 +115,7 @@ def adopt(draft: Draft, node: str, report: ShardReport, profile: Profile | None)
         operation=attempt_id(report.shard, report.attempt, draft.world.epoch, draft.world.revision),
         url=report.url if report.state is ShardState.READY else "",
         key=report.key if report.state is ShardState.READY else "",
+        served_since=report.since if report.state is ShardState.READY else 0.0,
         adopted=True,
     )
     draft.say("adopted", report.shard, f"{report.shard} {node}: found running and adopted ({report.state})", node)

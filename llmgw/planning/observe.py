@@ -58,6 +58,8 @@ def _cover(draft: Draft, record: ShardRecord, node: str) -> None:
     """The node is away: whatever may run there is unknown. What was known to have ended has."""
     found = draft.nodes.get(node)
     away = found is None or found.state in (NodeState.UNREACHABLE, NodeState.LOST, NodeState.REMOVED)
+    if found is not None and found.state is NodeState.LOST and not record.given_up:
+        record = draft.put(evolve(record, given_up=True))
     if away and (record.state.live or record.state is ShardState.PLACED) and record.state is not ShardState.UNKNOWN:
         draft.move(record, ShardState.UNKNOWN, f"{node} is {found.state if found else 'not known'}")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from attrs import evolve, field, frozen
 
 from llmgw.fleet.events import FleetEvent
-from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.records import NodeRecord, RolloutRecord, ShardRecord
 from llmgw.fleet.shard import ShardState, Wanted, replica_of
 from llmgw.planning.adopt import Orphan, adopt_matching, orphans
 from llmgw.planning.explanation import Explanation
@@ -20,7 +20,8 @@ from llmgw.planning.hints import with_hints
 from llmgw.planning.lifecycle import Holding, follow_nodes, follow_quarantine, next_step
 from llmgw.planning.observe import observe
 from llmgw.planning.orders import drain_limit
-from llmgw.planning.replicas import group
+from llmgw.planning.profiles import follow_rollouts
+from llmgw.planning.replicas import group, turns
 from llmgw.planning.rollout import Pending, Work, follow_gangs, follow_model
 from llmgw.planning.world import Draft, World
 
@@ -32,6 +33,7 @@ class Outcome:
     @ivar nodes: all nodes, C{shards} all shards as they should be; compare with the world's to see what changed.
     @ivar pending: by model, a replica that could not be placed and why.
     @ivar notes: by model, a sentence on a change that waits or cannot go on.
+    @ivar rollouts: by model, how far its change is.
     @ivar wake: in how many seconds something is due by itself, None if nothing is.
     @ivar broken: parts of the plan that raised, each with its subject; the rest was done.
     """
@@ -42,6 +44,7 @@ class Outcome:
     orphans: tuple[Orphan, ...] = ()
     pending: Mapping[str, Pending] = field(factory=dict)
     notes: Mapping[str, str] = field(factory=dict)
+    rollouts: Mapping[str, RolloutRecord] = field(factory=dict)
     holding: Holding = Holding()
     wake: float | None = None
     broken: tuple[tuple[str, Exception], ...] = ()
@@ -56,12 +59,13 @@ def reconcile(world: World) -> Outcome:
         _guarded(broken, record.shard, observe, draft, record)
     _guarded(broken, "gangs", follow_gangs, draft)
     _guarded(broken, "quarantine", follow_quarantine, draft)
+    _guarded(broken, "rollouts", follow_rollouts, draft)
     _guarded(broken, "drains", _follow_drains, draft)
     _guarded(broken, "orphans", adopt_matching, draft)
-    work = Work(draft)
+    replicas = group(draft.shards.values())
+    work = Work(draft, turns=turns(replicas))
     if not world.settling:
-        replicas = group(draft.shards.values())
-        for model in world.catalog.models:
+        for model in draft.catalog.models:
             if model.profile is not None:
                 _guarded(broken, model.name, follow_model, work, model, replicas.get(model.name, []))
     else:
@@ -73,6 +77,7 @@ def reconcile(world: World) -> Outcome:
         tuple(orphans(draft)),
         work.pending,
         work.notes,
+        draft.rollouts,
         held,
         _wake(draft),
         tuple(broken),

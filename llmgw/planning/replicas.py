@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from attrs import frozen
 
-from llmgw.fleet.records import ShardRecord
+from llmgw.fleet.model import Model
+from llmgw.fleet.node import NodeState
+from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardState, Wanted, replica_id, worst
 
 _SERVING = (ShardState.READY, ShardState.UNKNOWN)
+_RESTING = (ShardState.BACKOFF, ShardState.FAILED)
+_LATER = 1e12
+_GONE = (NodeState.LOST, NodeState.REMOVED)
+_BEST = (
+    ShardState.READY, ShardState.UNKNOWN, ShardState.LOADING, ShardState.STARTING, ShardState.PLACED, ShardState.DRAINING,
+    ShardState.STOPPING, ShardState.BACKOFF, ShardState.PENDING, ShardState.STOPPED, ShardState.FAILED,
+)  # fmt: skip
 
 
 @frozen
@@ -56,6 +65,16 @@ class Replica:
         return self.state is ShardState.READY and not self.leaving
 
     @property
+    def given_up(self) -> bool:
+        """Whether a node of it was lost since it was last one of the wanted ones."""
+        return any(shard.given_up for shard in self.shards)
+
+    @property
+    def served_since(self) -> float:
+        """Since when it has served; 0 if it never has."""
+        return self.shards[0].served_since
+
+    @property
     def crashes(self) -> tuple[float, ...]:
         """When it crashed; ranks that fell together count once."""
         return max((shard.crashes for shard in self.shards), key=len)
@@ -73,3 +92,52 @@ def group(shards: Iterable[ShardRecord]) -> dict[str, list[Replica]]:
         ranked = tuple(members) if len(members) == 1 else tuple(sorted(members, key=lambda shard: shard.rank))
         models.setdefault(model, []).append(Replica(model, number, ranked))
     return models
+
+
+def wanted(model: Model, demand: Mapping[str, int]) -> int:
+    """How many replicas there should be: what the load asks for, within the catalog's bounds."""
+    scale = model.replicas
+    return min(scale.max, max(scale.min, demand.get(model.name, scale.min)))
+
+
+def given_up(replica: Replica, nodes: Mapping[str, NodeRecord]) -> bool:
+    """Whether a node of it is lost or removed, so that it does not count as there."""
+    return any(name not in nodes or nodes[name].state in _GONE for name in replica.nodes)
+
+
+def worst_first(replicas: Iterable[Replica]) -> list[Replica]:
+    """Those that are missed least first; of equals the newest."""
+    return sorted(replicas, key=lambda replica: (-_BEST.index(replica.state), -replica.number))
+
+
+def surplus(model: Model, replicas: list[Replica], count: int) -> list[Replica]:
+    """Which of C{replicas} leave so that C{count} stay.
+
+    Where one of them is back from a lost node, C{model.reconcile} says which copy stays; none that serves leaves before the
+    one that stays instead of it serves, too.
+    """
+    extra = max(0, len(replicas) - count)
+    ordered = worst_first(replicas)
+    if not any(replica.given_up for replica in replicas) or model.reconcile == "keep_original":
+        return ordered[:extra]
+    oldest = model.reconcile == "longest_running"
+
+    def key(replica: Replica) -> tuple[bool, float, int]:
+        first = -(replica.served_since or _LATER) if oldest else -float(replica.given_up)
+        return replica.state not in _RESTING, first, ordered.index(replica)
+
+    going = sorted(replicas, key=key)[:extra]
+    staying = sum(replica.ready for replica in replicas if replica not in going)
+    return [replica for replica in going if not replica.ready or staying >= count]
+
+
+def turns(models: Mapping[str, list[Replica]]) -> frozenset[str]:
+    """The replicas whose ordered restart has its turn: one per node, so that a node's replicas are restarted one by one, also
+    those of different models, and what is wrong with a new installation meets the first of them only."""
+    busy: set[str] = set()
+    found: set[str] = set()
+    for replica in (replica for name in sorted(models) for replica in models[name]):
+        if not replica.leaving and any(shard.replace for shard in replica.shards) and busy.isdisjoint(replica.nodes):
+            busy.update(replica.nodes)
+            found.add(replica.id)
+    return frozenset(found)

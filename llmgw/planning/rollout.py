@@ -1,9 +1,8 @@
 """What happens to the replicas of one model: more, fewer, or others.
 
 Replicas are changed one at a time and the new one is ready before an old one drains, where there is room for both; where there
-is none it is said, and one old replica makes room only if the new one would really fit there. A new replica that does not get
-ready stops the change: what still serves is not touched. Of two good copies the one with the lower number stays, which is how
-a node that comes back keeps its original.
+is none it is said, and one old replica makes room only if the new one would really fit there. The only one that serves makes
+room only with an operator's leave. A new replica that does not get ready holds the change: what still serves is not touched.
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ from llmgw.planning.fleetroom import ledger, want
 from llmgw.planning.lifecycle import in_quarantine
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
-from llmgw.planning.replicas import Replica, group
+from llmgw.planning.profiles import tried_again
+from llmgw.planning.replicas import Replica, given_up, group, surplus, wanted, worst_first
 from llmgw.planning.world import Draft
 
 MOVE_AFTER = 3
 EXCLUDE_FOR = 300.0
-_GONE = (NodeState.LOST, NodeState.REMOVED)
-_BEST = (
-    ShardState.READY, ShardState.UNKNOWN, ShardState.LOADING, ShardState.STARTING, ShardState.PLACED, ShardState.DRAINING,
-    ShardState.STOPPING, ShardState.BACKOFF, ShardState.PENDING, ShardState.STOPPED, ShardState.FAILED,
-)  # fmt: skip
 
 
 @frozen
@@ -44,11 +39,15 @@ class Pending:
 
 @frozen
 class Work:
-    """One model's part of a plan. C{room} is made when first needed: most plans place nothing."""
+    """What a plan gathers while it goes from model to model. C{room} is made when first needed: most plans place nothing.
+
+    @ivar turns: the replicas whose ordered restart has its turn.
+    """
 
     draft: Draft
     pending: dict[str, Pending] = field(factory=dict)
     notes: dict[str, str] = field(factory=dict)
+    turns: frozenset[str] = frozenset()
     _room: list[Ledger] = field(factory=list)
 
     @property
@@ -63,20 +62,13 @@ class Work:
         self._room.clear()
 
 
-def wanted(model: Model, demand: Mapping[str, int]) -> int:
-    """How many replicas there should be: what the load asks for, within the catalog's bounds."""
-    scale = model.replicas
-    return min(scale.max, max(scale.min, demand.get(model.name, scale.min)))
-
-
 def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
-    """Take the next steps for one model that llmgw runs."""
+    """Take the next steps for one model that llmgw runs; C{model} is as L{Draft.catalog} has it."""
     draft = work.draft
-    target, generation = wanted(model, draft.world.demand), model.generation
-    here = [replica for replica in replicas if not replica.leaving and not _lost(draft, replica)]
-    _forced(draft, here)
-    here = [replica for replica in here if not _is_forced(draft, replica)]
-    reasons = {replica.number: _why_old(draft, generation, replica) for replica in here}
+    target = wanted(model, draft.world.demand)
+    here = [replica for replica in replicas if not replica.leaving and not given_up(replica, draft.nodes)]
+    here = [replica for replica in here if not _forced(draft, replica)]
+    reasons = {replica.number: _why_old(work, model, replica) for replica in here}
     good = [replica for replica in here if not reasons[replica.number]]
     old = [replica for replica in here if reasons[replica.number]]
     for replica in [replica for replica in old if not replica.serving]:
@@ -85,43 +77,69 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
         work.forget_room()
     _retry(work, model, good)
     if old:
-        victim = _worst_first(old)[0]
-        _replace(work, model, target, good, old, victim, reasons[victim.number])
-    else:
-        for replica in _worst_first(good)[: max(0, len(good) - target)]:
+        victim = worst_first(old)[0]
+        _replace(work, model, target, good, old, Victim(victim, reasons[victim.number]))
+    elif len(good) > target:
+        for replica in surplus(model, good, target):
             leave(draft, replica, f"{model.name} wants {target}")
+    else:
+        _welcome(draft, good)
         for _ in range(target - len(good)):
             if not start(work, model):
                 break
+    _remark(work, model, here)
 
 
-def _lost(draft: Draft, replica: Replica) -> bool:
-    return any(name not in draft.nodes or draft.nodes[name].state in _GONE for name in replica.nodes)
+def _remark(work: Work, model: Model, here: list[Replica]) -> None:
+    """Say what an operator has to know of a model that is kept from the catalog's profile."""
+    rollout = work.draft.rollouts.get(model.name)
+    if rollout is None or model.name in work.notes:
+        return
+    if rollout.pinned:
+        work.notes[model.name] = f"{rollout.reason}. {tried_again(rollout)}"
+    elif rollout.held:
+        fresh = sum(replica.generation == rollout.target.generation(model.name) for replica in here)
+        work.notes[model.name] = (
+            f"rollout paused with {fresh} of {len(here)} replicas changed; go on: llmgw rollout {model.name} --resume"
+        )
 
 
-def _why_old(draft: Draft, generation: str, replica: Replica) -> str:
+def _welcome(draft: Draft, good: list[Replica]) -> None:
+    """Whoever is back from a lost node and stays is one like the others again."""
+    for shard in [shard for replica in good if replica.given_up and replica.ready for shard in replica.shards]:
+        draft.put(evolve(draft.shards[shard.shard], given_up=False))
+
+
+@frozen
+class Victim:
+    """The next replica to be replaced, and why."""
+
+    replica: Replica
+    why: str
+
+
+def _why_old(work: Work, model: Model, replica: Replica) -> str:
     """Why this replica is to be replaced; empty for a good one."""
-    if replica.generation != generation:
-        return f"its profile changed ({replica.generation} -> {generation})"
+    draft = work.draft
+    rollout = draft.rollouts.get(model.name)
+    if replica.generation != model.generation and not (rollout and rollout.held):
+        return f"its profile changed ({replica.generation} -> {model.generation})"
     draining = [name for name in replica.nodes if draft.nodes[name].draining]
     if draining:
         return f"{draining[0]} is drained"
-    return next((shard.replace for shard in replica.shards if shard.replace), "")
+    return next((shard.replace for shard in replica.shards if shard.replace), "") if replica.id in work.turns else ""
 
 
-def _is_forced(draft: Draft, replica: Replica) -> bool:
-    deadlines = [draft.nodes[name].drain_deadline for name in replica.nodes if draft.nodes[name].draining]
-    return any(deadline is not None and deadline <= draft.world.now for deadline in deadlines)
-
-
-def _forced(draft: Draft, replicas: list[Replica]) -> None:
-    for replica in replicas:
-        if _is_forced(draft, replica):
+def _forced(draft: Draft, replica: Replica) -> bool:
+    """Order away at once what a node's drain does not wait for any more; whether it did."""
+    for node in [draft.nodes[name] for name in replica.nodes if draft.nodes[name].draining]:
+        if node.drain_deadline is not None and node.drain_deadline <= draft.world.now:
             leave(draft, replica, "the drain's deadline has passed", at_once=True)
-
-
-def _worst_first(replicas: list[Replica]) -> list[Replica]:
-    return sorted(replicas, key=lambda replica: (-_BEST.index(replica.state), -replica.number))
+            return True
+        if node.force:
+            leave(draft, replica, f"{node.name} is drained by force")
+            return True
+    return False
 
 
 def leave(draft: Draft, replica: Replica, reason: str, at_once: bool = False) -> None:
@@ -137,25 +155,30 @@ def leave(draft: Draft, replica: Replica, reason: str, at_once: bool = False) ->
             draft.move(changed, ShardState.DRAINING if drain else ShardState.STOPPING, reason)
 
 
-def _replace(work: Work, model: Model, target: int, good: list[Replica], old: list[Replica], victim: Replica, why: str) -> None:
+def _replace(work: Work, model: Model, target: int, good: list[Replica], old: list[Replica], victim: Victim) -> None:
     draft = work.draft
     ready = sum(replica.ready for replica in good)
     if len(good) + len(old) > target:
         if ready + len(old) > target:
-            leave(draft, victim, why)
+            leave(draft, victim.replica, victim.why)
         else:
             _stalled(work, model, good)
     elif len(good) + len(old) < target:
         start(work, model)
     elif ready < len(good):
         _stalled(work, model, good)
-    elif not start(work, model):
-        _make_room(work, model, victim, why)
+    elif _in_place(model, victim) or not start(work, model):
+        _make_room(work, model, victim, alone=ready + len(old) == 1)
+
+
+def _in_place(model: Model, victim: Victim) -> bool:
+    """Whether the catalog says that an old replica goes first when the profile changes."""
+    return model.rollout.strategy == "replace" and victim.replica.generation != model.generation
 
 
 def _stalled(work: Work, model: Model, good: list[Replica]) -> None:
-    """A change in progress waits for its newest replica; a failed one holds it for good."""
-    waiting = next((replica for replica in _worst_first(good) if not replica.ready), None)
+    """A change in progress waits for its newest replica."""
+    waiting = next((replica for replica in worst_first(good) if not replica.ready), None)
     if waiting is None:
         return
     reason = next((shard.reason for shard in waiting.shards if shard.reason), "")
@@ -165,20 +188,46 @@ def _stalled(work: Work, model: Model, good: list[Replica]) -> None:
         work.notes[model.name] = f"changing: waiting for {waiting.id} ({waiting.state})"
 
 
-def _make_room(work: Work, model: Model, victim: Replica, why: str) -> None:
-    """No room beside the old replicas: would the new one fit in the place of one of them?"""
-    draft = work.draft
-    pending = work.pending[model.name]
+def _make_room(work: Work, model: Model, victim: Victim, alone: bool) -> None:
+    """An old replica may go before its successor is there: would that fit in its place, and may it?"""
+    draft, replica, why = work.draft, victim.replica, victim.why
+    pending = work.pending.get(model.name)
+    if pending is None:
+        pending = Pending(want(draft, model, draft.number(model.name) + 1), Explanation(model.name, 0, ()))
     if any(verdict.checks[0].text == SEARCHING for verdict in pending.explanation.verdicts):
         return
-    freed = frozenset(shard.shard for shard in victim.shards)
-    if isinstance(ledger(draft, freed).place(pending.want), Placement):
-        del work.pending[model.name]
-        leave(draft, victim, f"{why}; no room for its successor beside it, so it goes first")
-    elif any(draft.nodes[name].draining and draft.nodes[name].outage for name in victim.nodes):
-        leave(draft, victim, f"{why}; no other node can run it")
+    freed = frozenset(shard.shard for shard in replica.shards)
+    fits = isinstance(ledger(draft, freed).place(pending.want), Placement)
+    if fits and model.rollout.strategy == "surge" and replica.generation != model.generation:
+        work.notes[model.name] = f"{replica.id} waits for room beside it, as rollout.strategy surge says ({why})"
+    elif fits and alone and not _may_fail(draft, model, victim):
+        work.notes[model.name] = (
+            f"{replica.id} should be replaced ({why}), but is the only one that serves and there is no room beside it. To have "
+            f"it stopped first: {_leave_for_outage(model, victim)}"
+        )
+    elif fits:
+        work.pending.pop(model.name, None)
+        beside = "as rollout.strategy says" if _in_place(model, victim) else "no room for its successor beside it"
+        leave(draft, replica, f"{why}; {beside}, so it goes first")
+    elif any(draft.nodes[name].draining and draft.nodes[name].outage for name in replica.nodes):
+        leave(draft, replica, f"{why}; no other node can run it")
     else:
-        work.notes[model.name] = f"{victim.id} should be replaced ({why}) but its successor fits nowhere; it goes on serving"
+        work.notes[model.name] = f"{replica.id} should be replaced ({why}) but its successor fits nowhere; it goes on serving"
+
+
+def _may_fail(draft: Draft, model: Model, victim: Victim) -> bool:
+    """Whether somebody has allowed that the model is served by nobody for a while."""
+    if victim.replica.generation != model.generation:
+        rollout = draft.rollouts.get(model.name)
+        return rollout is not None and (rollout.outage or rollout.pinned)
+    nodes = [draft.nodes[name] for name in victim.replica.nodes]
+    return any(node.draining and node.outage for node in nodes) or any(shard.outage for shard in victim.replica.shards)
+
+
+def _leave_for_outage(model: Model, victim: Victim) -> str:
+    if victim.replica.generation != model.generation:
+        return f"llmgw rollout {model.name} --resume --allow-outage"
+    return f"llmgw restart {model.name} --replica {victim.replica.number} --allow-outage"
 
 
 def _retry(work: Work, model: Model, good: list[Replica]) -> None:
@@ -234,6 +283,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
             attempt=attempt,
             wanted=Wanted.RUN,
             next_at=None,
+            served_since=0.0,
             crashes=replica.crashes,
             profile=model.profile if shard.generation == model.generation else shard.profile,
             served=(model.name, *model.aliases),

@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Catalog, Profile
 from llmgw.fleet.node import IllegalTransition, NodeState
-from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.records import NodeRecord, RolloutRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState, WeightFiles, move_shard
 from llmgw.fleet.timing import Timing
 from llmgw.interfaces import Needs
@@ -71,6 +71,7 @@ class World:
     reckon: Reckon
     nodes: Mapping[str, NodeRecord] = field(factory=dict)
     shards: Mapping[str, ShardRecord] = field(factory=dict)
+    rollouts: Mapping[str, RolloutRecord] = field(factory=dict)
     told: Mapping[str, Told] = field(factory=dict)
     away: Mapping[str, float] = field(factory=dict)
     left: Mapping[str, str] = field(factory=dict)
@@ -105,8 +106,25 @@ class Draft:
         self.world = world
         self.nodes = dict(world.nodes)
         self.shards = dict(world.shards)
+        self.rollouts = dict(world.rollouts)
         self.events: list[FleetEvent] = []
+        self._catalog: Catalog | None = None
         self._numbers: dict[str, int] = {}
+
+    @property
+    def catalog(self) -> Catalog:
+        """The models as their replicas shall be run now: those that are pinned to an earlier profile with that one."""
+        if self._catalog is None:
+            models = self.world.catalog.models
+            found = tuple(self.rollouts[m.name].in_force(m) if m.name in self.rollouts else m for m in models)
+            same = all(one is other for one, other in zip(found, models, strict=True))
+            self._catalog = self.world.catalog if same else Catalog(found)
+        return self._catalog
+
+    def put_rollout(self, record: RolloutRecord) -> None:
+        """Write how far a model's change is."""
+        self.rollouts[record.model] = record
+        self._catalog = None
 
     def say(self, kind: str, subject: str, text: str, node: str = "", before: str = "", after: str = "") -> None:
         """Note an event."""
@@ -137,6 +155,8 @@ class Draft:
             text = f"{record.shard} {node}: {record.state} -> {state}" + (f": {reason}" if reason else "")
             self.say("shard_state", record.shard, text, node, record.state, state)
             record = evolve(record, state=state, since=self.world.now)
+            if state is ShardState.READY and not record.served_since:
+                record = evolve(record, served_since=self.world.now)
         return self.put(evolve(record, reason=reason))
 
     def number(self, model: str) -> int:

@@ -198,7 +198,7 @@ class Controller:
         outcome = reconcile(world)
         self._report_broken(outcome)
         events = [self._with_tail(event) for event in outcome.events]
-        changes = differences(self.truth, outcome.nodes, outcome.shards, events)
+        changes = differences(self.truth, outcome.nodes, outcome.shards, events, outcome.rollouts)
         if changes and not await self.commits.commit(changes):
             self._plan_in(self.RETRY)
             return
@@ -246,6 +246,7 @@ class Controller:
             reckon=self.reckoner.needs,
             nodes=nodes,
             shards=self.truth.shards,
+            rollouts=self.truth.rollouts,
             told={name: here.told for name, here in members.present.items()},
             away={name: now - members.left_at.get(name, self._began_at) for name in nodes if name not in members.present},
             left=members.left,

@@ -7,6 +7,7 @@ use, processes) are never committed: they change with every report and are worth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from attrs import evolve
 
@@ -14,7 +15,7 @@ from llmgw.config.catalog import load_catalog
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Catalog
 from llmgw.fleet.node import Device, NodeFacts
-from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.records import NodeRecord, RolloutRecord, ShardRecord
 from llmgw.store.records import CatalogRevision, Change, Drop, KeyRecord, Snapshot
 
 
@@ -24,6 +25,7 @@ class Truth:
     def __init__(self) -> None:
         self.nodes: dict[str, NodeRecord] = {}
         self.shards: dict[str, ShardRecord] = {}
+        self.rollouts: dict[str, RolloutRecord] = {}
         self.keys: dict[str, KeyRecord] = {}
         self.catalog = Catalog()
         self.catalog_revision = 0
@@ -33,6 +35,7 @@ class Truth:
         """Begin with what the store has."""
         self.nodes = {record.name: record for record in snapshot.nodes}
         self.shards = {record.shard: record for record in snapshot.shards}
+        self.rollouts = {record.model: record for record in snapshot.rollouts}
         self.keys = {record.id: record for record in snapshot.keys}
         self.revision = snapshot.revision
         self.catalog, self.catalog_revision = Catalog(), 0
@@ -50,21 +53,30 @@ class Truth:
             self.nodes[change.name] = change
         elif isinstance(change, ShardRecord):
             self.shards[change.shard] = change
+        elif isinstance(change, RolloutRecord):
+            self.rollouts[change.model] = change
         elif isinstance(change, KeyRecord):
             self.keys[change.id] = change
         elif isinstance(change, CatalogRevision):
             self.catalog, self.catalog_revision = load_catalog(change.text), change.number
         elif isinstance(change, Drop):
-            kinds: dict[str, dict[str, object]] = {"node": self.nodes, "shard": self.shards, "key": self.keys}  # type: ignore[dict-item]
+            kinds: dict[str, dict[str, Any]] = {
+                "node": self.nodes, "shard": self.shards, "rollout": self.rollouts, "key": self.keys,
+            }  # fmt: skip
             kinds[change.kind].pop(change.name, None)
 
 
 def differences(
-    truth: Truth, nodes: Mapping[str, NodeRecord], shards: Mapping[str, ShardRecord], events: Iterable[FleetEvent] = ()
+    truth: Truth,
+    nodes: Mapping[str, NodeRecord],
+    shards: Mapping[str, ShardRecord],
+    events: Iterable[FleetEvent] = (),
+    rollouts: Mapping[str, RolloutRecord] | None = None,
 ) -> list[Change]:
     """What has to be committed to get from the truth to these records."""
     changes: list[Change] = [record for name, record in nodes.items() if _news(truth.nodes.get(name), record)]
     changes += [record for name, record in shards.items() if (old := truth.shards.get(name)) is not record and old != record]
+    changes += [record for name, record in (rollouts or {}).items() if truth.rollouts.get(name) != record]
     changes += [Drop("node", name) for name in truth.nodes if name not in nodes]
     changes += [Drop("shard", name) for name in truth.shards if name not in shards]
     return [*changes, *events]

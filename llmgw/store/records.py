@@ -2,7 +2,7 @@
 
 Every instant here is wall time in seconds since 1970: it is shown to people and survives a restart, where no monotonic clock
 does. Deadlines are instants, too. A record is written whole: the last one wins, so build it with C{attrs.evolve} from the one
-you have. C{commit} takes L{CatalogRevision}, L{NodeRecord}, L{ShardRecord}, L{KeyRecord}, L{Drop} and
+you have. C{commit} takes L{CatalogRevision}, L{NodeRecord}, L{ShardRecord}, L{RolloutRecord}, L{KeyRecord}, L{Drop} and
 L{llmgw.fleet.events.FleetEvent}; L{UsageRow} goes by C{add_usage} instead, since servers that do not lead have usage, too.
 """
 
@@ -11,9 +11,12 @@ from __future__ import annotations
 from attrs import frozen
 
 from llmgw.fleet.events import FleetEvent
-from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.records import NodeRecord, RolloutRecord, ShardRecord
 
-__all__ = ["CatalogRevision", "Change", "Drop", "KeyRecord", "NodeRecord", "Opened", "ShardRecord", "Snapshot", "UsageRow"]
+__all__ = [
+    "CatalogRevision", "Change", "Drop", "KeyRecord", "NodeRecord", "Opened", "RolloutRecord", "ShardRecord", "Snapshot",
+    "UsageRow",
+]  # fmt: skip
 
 
 @frozen
@@ -44,9 +47,6 @@ class CatalogRevision:
 
 
 @frozen
-class KeyRecord:
-    """An API key. Only the SHA-256 of its secret is kept, as hex in C{digest}.
-@frozen
 class OldSecret:
     """A secret that was replaced and is good until an instant nevertheless."""
 
@@ -54,14 +54,17 @@ class OldSecret:
     until: float
 
 
+@frozen
+class KeyRecord:
+    """An API key. Only the SHA-256 of its secret is kept, as hex in C{digest}.
 
     @ivar models: names it may use; empty means all.
     @ivar rpm: requests per minute, C{tpm} and C{tpd} tokens per minute and day, C{concurrency} requests at once;
         None is no limit.
+    @ivar old: secrets that were replaced, for as long as they are still good.
     """
 
     id: str
-    @ivar old: secrets that were replaced, for as long as they are still good.
     name: str
     digest: str
     created: float
@@ -74,10 +77,10 @@ class OldSecret:
     tpd: int | None = None
     concurrency: int | None = None
     priority: int = 0
+    old: tuple[OldSecret, ...] = ()
 
 
 @frozen
-    old: tuple[OldSecret, ...] = ()
 class UsageRow:
     """What one key used of one model within one hour; rows of the same hour, key and model add up.
 
@@ -99,13 +102,13 @@ class UsageRow:
 
 @frozen
 class Drop:
-    """Forget a record. C{kind} is C{node}, C{shard} or C{key}; C{name} the node's name, shard's id or key's id."""
+    """Forget a record. C{kind} is C{node}, C{shard}, C{rollout} or C{key}; C{name} what it is kept under: a name or an id."""
 
     kind: str
     name: str
 
 
-Change = CatalogRevision | NodeRecord | ShardRecord | KeyRecord | Drop | FleetEvent
+Change = CatalogRevision | NodeRecord | ShardRecord | RolloutRecord | KeyRecord | Drop | FleetEvent
 
 
 @frozen
@@ -123,3 +126,4 @@ class Snapshot:
     nodes: tuple[NodeRecord, ...] = ()
     shards: tuple[ShardRecord, ...] = ()
     keys: tuple[KeyRecord, ...] = ()
+    rollouts: tuple[RolloutRecord, ...] = ()

@@ -15,7 +15,17 @@ from llmgw.fleet.line import escape
 from llmgw.fleet.plain import from_text, to_text
 from llmgw.store import schema
 from llmgw.store.errors import StoreError
-from llmgw.store.records import CatalogRevision, Change, Drop, KeyRecord, NodeRecord, ShardRecord, Snapshot, UsageRow
+from llmgw.store.records import (
+    CatalogRevision,
+    Change,
+    Drop,
+    KeyRecord,
+    NodeRecord,
+    RolloutRecord,
+    ShardRecord,
+    Snapshot,
+    UsageRow,
+)
 
 EVENTS = 50_000
 REVISIONS = 500
@@ -45,6 +55,8 @@ def write(connection: Connection, change: Change) -> None:
             put(connection, schema.nodes, {"name": change.name, "body": to_text(change)})
         case ShardRecord():
             put(connection, schema.shards, {"shard": change.shard, "model": change.model, "body": to_text(change)})
+        case RolloutRecord():
+            put(connection, schema.rollouts, {"model": change.model, "body": to_text(change)})
         case KeyRecord():
             put(connection, schema.keys, {"id": change.id, "body": to_text(change)})
         case FleetEvent():
@@ -73,7 +85,12 @@ def _write_catalog(connection: Connection, revision: CatalogRevision) -> None:
     connection.execute(schema.catalog.delete().where(schema.catalog.c.number <= revision.number - REVISIONS))
 
 
-_DROPS = {"node": schema.nodes.c.name, "shard": schema.shards.c.shard, "key": schema.keys.c.id}
+_DROPS = {
+    "node": schema.nodes.c.name,
+    "shard": schema.shards.c.shard,
+    "rollout": schema.rollouts.c.model,
+    "key": schema.keys.c.id,
+}
 
 
 def _drop(connection: Connection, drop: Drop) -> None:
@@ -95,6 +112,7 @@ def snapshot(connection: Connection) -> Snapshot:
         nodes=tuple(_bodies(connection, schema.nodes, NodeRecord)),
         shards=tuple(_bodies(connection, schema.shards, ShardRecord)),
         keys=tuple(_bodies(connection, schema.keys, KeyRecord)),
+        rollouts=tuple(_bodies(connection, schema.rollouts, RolloutRecord)),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import BigInteger, Column, Connection, Float, Index, Integer, MetaData, Table, Text, inspect, select
+from sqlalchemy import BigInteger, Column, Connection, Float, Index, Integer, MetaData, Table, Text, inspect, select, text
 
 from llmgw.store.errors import StoreError
 
@@ -61,6 +61,8 @@ shards = Table(
     Column("model", Text, nullable=False),
     Column("body", Text, nullable=False),
 )
+
+rollouts = Table("rollouts", metadata, Column("model", Text, primary_key=True), Column("body", Text, nullable=False))
 
 keys = Table("keys", metadata, Column("id", Text, primary_key=True), Column("body", Text, nullable=False))
 
@@ -112,10 +114,12 @@ routing = Table(
 )
 
 
-Step = Callable[[Connection], None]
+Step = Callable[[Connection], object]
 
 # MIGRATIONS[N] makes schema N + 2 of schema N + 1. It is written in SQL, since the tables above are what the newest one has.
-MIGRATIONS: Sequence[Step] = ()
+MIGRATIONS: Sequence[Step] = (
+    lambda connection: connection.execute(text("CREATE TABLE rollouts (model TEXT NOT NULL PRIMARY KEY, body TEXT NOT NULL)")),
+)
 
 
 def version_of(connection: Connection) -> int:

@@ -40,7 +40,7 @@ class SimAgent:
     """One node.
 
     @ivar load: seconds from start to ready; C{grace} from the order to stop to the end.
-    @ivar doomed: models whose engines die while loading.
+    @ivar doomed: models and generations whose engines die while loading.
     @ivar stopped: every shard that was stopped by order, with the order: what nobody ordered must not be in it.
     """
 
@@ -145,7 +145,7 @@ class SimAgent:
         state = engine.state
         if state is ShardState.STARTING and lasted >= 0.5:
             engine.state, engine.since = ShardState.LOADING, now
-        elif state is ShardState.LOADING and engine.order.model in self.doomed and lasted >= 1.0:
+        elif state is ShardState.LOADING and lasted >= 1.0 and self.doomed & {engine.order.model, engine.order.generation}:
             self.die(engine, now, "it was doomed")
         elif state is ShardState.LOADING and lasted >= self.load:
             engine.state, engine.since = ShardState.READY, now

@@ -25,17 +25,16 @@ from zope.interface import implementer
 
 from llmgw.config.catalog import dump_catalog
 from llmgw.errors import LlmgwError
-from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Catalog, Model, Parallel, Place, Profile, Resources, Scale
 from llmgw.fleet.shard import ShardOrder, ShardState, Wanted
 from llmgw.fleet.timing import Timing
-from llmgw.interfaces import ILeadership, IStore
+from llmgw.interfaces import ILeadership
 from llmgw.router.table import Table
 from llmgw.server.controller import Clocks, Controller
 from llmgw.server.imembers import NodeAway, Refusal, SessionFacts
 from llmgw.server.reckoning import Reckoner
-from llmgw.store.errors import StoreError
-from llmgw.store.records import CatalogRevision, Change, Drop, KeyRecord, NodeRecord, Opened, ShardRecord, Snapshot
+from llmgw.store.records import CatalogRevision, Change
+from llmgw.testing.memorystore import MemoryStore
 from llmgw.testing.simagents import SimAgent
 from llmgw.wire.messages import Done, Goaway
 
@@ -46,72 +45,12 @@ class Broken(AssertionError):
     """Something that must always hold did not."""
 
 
-@implementer(IStore)
-class MemoryStore:
-    """A store that survives its controllers and can be made to fail, to hang or to forget."""
-
-    def __init__(self) -> None:
-        self.records: dict[tuple[str, str], Any] = {}
-        self.catalog: CatalogRevision | None = None
-        self.events: list[FleetEvent] = []
-        self.revision = 0
-        self.failing = ""
-
-    def open(self) -> Deferred[object]:
-        """See L{IStore}."""
-        return succeed(Opened("sim", not self.records, "memory"))
-
-    def load(self) -> Deferred[object]:
-        """See L{IStore}."""
-        return succeed(self.snapshot(0))
-
-    def snapshot(self, epoch: int) -> Snapshot:
-        """Everything."""
-        kinds: dict[str, list[Any]] = {"node": [], "shard": [], "key": []}
-        for (kind, _), record in sorted(self.records.items(), key=lambda item: item[0]):
-            kinds[kind].append(record)
-        found = (tuple(kinds["node"]), tuple(kinds["shard"]), tuple(kinds["key"]))
-        return Snapshot("sim", epoch, self.revision, self.catalog, *found)
-
-    def commit(self, epoch: int, changes: Iterable[object]) -> Deferred[int]:
-        """See L{IStore}."""
-        if self.failing:
-            return fail(StoreError(self.failing, "full"))
-        self.revision += 1
-        for change in changes:
-            self._take(change)
-        return succeed(self.revision)
-
-    def _take(self, change: object) -> None:
-        if isinstance(change, NodeRecord):
-            self.records["node", change.name] = change
-        elif isinstance(change, ShardRecord):
-            self.records["shard", change.shard] = change
-        elif isinstance(change, KeyRecord):
-            self.records["key", change.id] = change
-        elif isinstance(change, Drop):
-            self.records.pop((change.kind, change.name), None)
-        elif isinstance(change, CatalogRevision):
-            self.catalog = change
-        elif isinstance(change, FleetEvent):
-            self.events.append(change)
-
-    def add_usage(self, batch: str, usage: Sequence[object]) -> Deferred[bool]:
-        """See L{IStore}."""
-        return succeed(True)
-
-    def usage(self, since: float, until: float, by: Sequence[str] = ()) -> Deferred[list[Any]]:
-        """See L{IStore}."""
-        return succeed([])
-
-    def close(self) -> Deferred[None]:
-        """See L{IStore}."""
-        return succeed(None)
-
-
 @implementer(ILeadership)
 class SimLeadership:
     """A leadership that a test gives and takes."""
+
+    addresses: tuple[str, ...] = ()
+    problem = ""
 
     def __init__(self, epoch: int, leader: str) -> None:
         self.epoch = epoch

@@ -1,0 +1,1 @@
+A changed profile that fails three times (``models.rollout.failures``) is rolled back to the last good one, which stays in force, over restarts too, until another apply; ``models.rollout.strategy`` and ``models.reconcile`` say how replicas are changed and which copy stays when a lost node comes back.

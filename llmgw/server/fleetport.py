@@ -51,7 +51,7 @@ from llmgw.wire.messages import (
 )
 from llmgw.wire.parts import split
 from llmgw.wire.server_end import ServerCore, make_server_link
-from llmgw.wire.tls import LinkTls, read_identity
+from llmgw.wire.tls import LinkTls, TlsError, TlsIdentity, read_identity
 
 __all__ = ["FleetPort", "IMembers", "NodeAway", "NotActing", "Refusal", "SessionFacts", "Unanswered"]
 
@@ -174,7 +174,7 @@ class FleetPort(Service):
 
         @raise LlmgwError: one of them cannot be done; nothing is left open.
         """
-        tls = self._tls = LinkTls(read_identity(self._settings.tls, "server"))
+        tls = self._tls = LinkTls(self._identity(self._settings))
         listen = self._settings.listen
         inner = TLSMemoryBIOFactory(tls, False, _Maker(lambda peer: self._admit(peer, tls)), self._reactor)
         door = _Maker(lambda peer: inner.buildProtocol(peer) if self._may_enter(peer) else None)
@@ -207,10 +207,16 @@ class FleetPort(Service):
         """
         if self._tls is None:
             return
-        self._tls.use(read_identity(settings.tls, "server"))
+        self._tls.use(self._identity(settings))
         if settings.listen != self._settings.listen:
             self.log.warn("fleet: listen on {address} takes effect at the next start", address=str(settings.listen))
         self._look_at_certificates()
+
+    def _identity(self, settings: FleetSettings) -> TlsIdentity:
+        identity = read_identity(settings.tls, "server")
+        if identity.own.fleet != self._fleet:
+            raise TlsError(f"{settings.tls.certificate} is of fleet {identity.own.fleet}, this server serves fleet {self._fleet}")
+        return identity
 
     # What visitors tell.
 

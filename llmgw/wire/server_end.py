@@ -254,7 +254,8 @@ def _end_early(link: ServerLink, core: ServerCore, goaway: Goaway, seconds: floa
 @Greeting.upon(ServerLink.end).to(Closing)
 @Judging.upon(ServerLink.end).to(Closing)
 def _end_unaccepted(link: ServerLink, core: ServerCore, goaway: Goaway, seconds: float) -> None:
-    try_send(core.wire, Refused("starting", goaway.text or goaway.reason, goaway.leader, goaway.addresses))
+    reason = "standby" if goaway.leader or goaway.reason == "standby" else "starting"
+    try_send(core.wire, Refused(reason, goaway.text or goaway.reason, goaway.leader, goaway.addresses))
     core.close(goaway.text or goaway.reason, seconds)
 
 

@@ -157,7 +157,8 @@ def check_server(certificate: x509.Certificate, host: str, fleet: str) -> PeerCe
         raise IdentityError(f"its certificate {peer} is of fleet {peer.fleet}, ours is of fleet {fleet}")
     try:
         (verify_certificate_ip_address if _is_ip(host) else verify_certificate_hostname)(certificate, host)
-    except (service_identity.VerificationError, service_identity.CertificateError):
+    except (service_identity.VerificationError, service_identity.CertificateError, ValueError):
+        # ValueError: what was dialed (2130706433, say) is a name to the system, and can be in no certificate.
         allowed = ", ".join(peer.addresses) or "no address at all"
         raise IdentityError(f"its certificate {peer} is not for {host} but for {allowed}") from None
     return peer

@@ -7,26 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmgw.admin.errors import BadRequest
+from llmgw.server.operations import OPERATOR
 
 _MISSING = object()
 
 
 class Fields:
-    """The fields of one request; texts of a query are read as what they are asked for."""
+    """The fields of one request; texts of a query are read as what they are asked for.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    @ivar by: who asks, as events name it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], by: str = OPERATOR) -> None:
+        self.by = by
         self._values = {name: value for name, value in values.items() if value is not None}
 
     @classmethod
-    def of_query(cls, query: Mapping[bytes, list[bytes]]) -> Fields:
+    def of_query(cls, query: Mapping[bytes, list[bytes]], by: str = OPERATOR) -> Fields:
         """From C{twisted.web}'s parsed query; of a repeated field the last counts."""
         try:
-            return cls({name.decode(): values[-1].decode() for name, values in query.items()})
+            return cls({name.decode(): values[-1].decode() for name, values in query.items()}, by)
         except UnicodeDecodeError:
             raise BadRequest("the query is not UTF-8") from None
 
     @classmethod
-    def of_body(cls, text: bytes) -> Fields:
+    def of_body(cls, text: bytes, by: str = OPERATOR) -> Fields:
         """From a JSON object; an empty body is an empty object."""
         try:
             found = json.loads(text) if text.strip() else {}
@@ -34,7 +39,7 @@ class Fields:
             raise BadRequest(f"the body is not JSON: {error}") from None
         if not isinstance(found, dict):
             raise BadRequest(f"the body must be a JSON object, not {type(found).__name__}")
-        return cls(found)
+        return cls(found, by)
 
     def _of(self, name: str, default: Any) -> Any:
         if name in self._values:

@@ -20,6 +20,7 @@ from llmgw.fleet.units import show_duration
 from llmgw.planning.explanation import heading
 from llmgw.planning.reconcile import explain
 from llmgw.server.operations import Conflict, Unknown
+from llmgw.server.rollouts import ACTIONS, Rollouts
 from llmgw.server.service import Server
 from llmgw.server.status import orphan_data
 from llmgw.store.records import KeyRecord
@@ -64,8 +65,10 @@ class Handlers:
             ("GET", "/v1/refusals"): self.refusals,
             ("GET", "/v1/top"): self.top,
             ("GET", "/v1/usage"): self.usage,
-            **dict.fromkeys((("GET", path) for path in ("/v1/rollout", "/v1/estimate")), not_yet),
-            **dict.fromkeys((("POST", path) for path in ("/v1/rollout", "/v1/fetch")), not_yet),
+            ("GET", "/v1/rollout"): self.rollout,
+            ("POST", "/v1/rollout"): self.steer_rollout,
+            ("GET", "/v1/estimate"): not_yet,
+            ("POST", "/v1/fetch"): not_yet,
         }
 
     async def status(self, fields: Fields) -> Data:
@@ -101,7 +104,7 @@ class Handlers:
         removals, dry = fields.flag("allow_removals"), fields.flag("dry_run")
         revision = fields.integer("check_revision", None, low=0)
         done = await self._server.catalogs.apply(
-            new, f"apply {path}", allow_removals=removals, check_revision=revision, dry_run=dry
+            new, f"apply {path} by {fields.by}", allow_removals=removals, check_revision=revision, dry_run=dry
         )
         now = self._server.controller.truth.catalog_revision
         text = f"catalog {now} -> {done.revision} would" if dry else f"catalog {done.revision}"
@@ -150,28 +153,41 @@ class Handlers:
         """Empty nodes."""
         nodes = fields.texts("nodes")
         deadline = fields.number("deadline", None)
-        lines = await self._server.operations.drain(nodes, deadline, fields.flag("force"), fields.flag("allow_outage"))
+        force, outage = fields.flag("force"), fields.flag("allow_outage")
+        lines = await self._server.operations.drain(nodes, deadline, force, outage, fields.by)
         limit = self._server.settings.timing.node_drain if deadline is None else deadline
         return {"text": f"draining; what still runs in {show_duration(limit)} is stopped", "lines": lines, "nodes": nodes}
 
     async def cordon(self, fields: Fields) -> Data:
         """Close nodes."""
         nodes = fields.texts("nodes")
-        await self._server.operations.cordon(nodes, True)
+        await self._server.operations.cordon(nodes, True, fields.by)
         return {"text": f"{', '.join(nodes)}: cordoned; what runs there goes on", "nodes": nodes}
 
     async def uncordon(self, fields: Fields) -> Data:
         """Open nodes."""
         nodes = fields.texts("nodes")
-        await self._server.operations.cordon(nodes, False)
+        await self._server.operations.cordon(nodes, False, fields.by)
         return {"text": f"{', '.join(nodes)}: open for new replicas", "nodes": nodes}
 
     async def restart(self, fields: Fields) -> Data:
         """Replace replicas."""
         model, node = fields.text("model"), fields.text("node", None)
         number = fields.integer("replica", None, low=0)
-        chosen = await self._server.operations.restart(model, node, number, fields.flag("allow_outage"))
+        chosen = await self._server.operations.restart(model, node, number, fields.flag("allow_outage"), fields.by)
         return {"text": f"{', '.join(chosen)}: replaced one at a time; follow it with: llmgw wait {model}", "replicas": chosen}
+
+    async def rollout(self, fields: Fields) -> Data:
+        """How far the change of a model is."""
+        return Rollouts(self._server.controller).show(fields.text("model"))
+
+    async def steer_rollout(self, fields: Fields) -> Data:
+        """Pause, resume or undo it."""
+        model, action, outage = fields.text("model"), fields.text("action"), fields.flag("allow_outage")
+        if action not in ACTIONS:
+            raise BadRequest(f"action must be one of {', '.join(ACTIONS)}, not {action!r}")
+        rollouts = Rollouts(self._server.controller)
+        return {"text": await rollouts.order(model, action, outage, fields.by), "model": model, "action": action}
 
     async def orphans(self, fields: Fields) -> Data:
         """What runs without being wanted."""
@@ -179,11 +195,11 @@ class Handlers:
 
     async def adopt(self, fields: Fields) -> Data:
         """Take an orphan over."""
-        return {"text": await self._server.operations.adopt(fields.text("shard"), fields.text("node", None))}
+        return {"text": await self._server.operations.adopt(fields.text("shard"), fields.text("node", None), fields.by)}
 
     async def stop(self, fields: Fields) -> Data:
         """Stop an orphan."""
-        return {"text": await self._server.operations.stop(fields.text("shard"), fields.text("node", None))}
+        return {"text": await self._server.operations.stop(fields.text("shard"), fields.text("node", None), fields.by)}
 
     async def logs(self, fields: Fields) -> Data:
         """A piece of an engine's output."""
@@ -198,13 +214,13 @@ class Handlers:
     async def node_reset(self, fields: Fields) -> Data:
         """Let a node start anew."""
         name = fields.text("name")
-        await self._server.operations.reset(name)
+        await self._server.operations.reset(name, fields.by)
         return {"text": f"{name} may join again"}
 
     async def node_remove(self, fields: Fields) -> Data:
         """Refuse a node."""
         name = fields.text("name")
-        await self._server.operations.remove(name)
+        await self._server.operations.remove(name, fields.by)
         return {"text": f"{name} is removed and will be refused; engines on it, if any, go on"}
 
     async def keys(self, fields: Fields) -> Data:
@@ -217,6 +233,7 @@ class Handlers:
         limits = {name: fields.integer(name, None, low=1) for name in ("rpm", "tpm", "tpd", "concurrency")}
         record, key = await self._server.keys.create(
             fields.text("name"),
+            fields.by,
             team=fields.text("team", ""),
             models=tuple(fields.texts("models", [])),
             priority=fields.integer("priority", 0),
@@ -227,13 +244,13 @@ class Handlers:
 
     async def rotate_key(self, fields: Fields) -> Data:
         """A new secret for a key."""
-        record, key = await self._server.keys.rotate(fields.text("name"), fields.number("overlap", DAY))
+        record, key = await self._server.keys.rotate(fields.text("name"), fields.number("overlap", DAY), fields.by)
         return _key(record) | {"key": key}
 
     async def revoke_key(self, fields: Fields) -> Data:
         """Refuse a key."""
         number = fields.text("id")
-        await self._server.keys.revoke(number)
+        await self._server.keys.revoke(number, fields.by)
         return {"text": f"{number} is revoked"}
 
     async def top(self, fields: Fields) -> Data:

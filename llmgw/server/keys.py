@@ -10,9 +10,11 @@ from attrs import evolve
 from twisted.internet.defer import Deferred
 
 from llmgw.errors import LlmgwError
+from llmgw.fleet.events import FleetEvent
 from llmgw.router.table import KeyEntry, Table, key_digest
 from llmgw.server.controller import Controller
-from llmgw.store.records import KeyRecord, OldSecret
+from llmgw.server.operations import OPERATOR
+from llmgw.store.records import Change, KeyRecord, OldSecret
 
 ID_BYTES, SECRET_BYTES = 4, 24
 PREFIX = "llmgw-"
@@ -32,18 +34,19 @@ class Keys:
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
-    def create(self, name: str, **limits: Any) -> Deferred[tuple[KeyRecord, str]]:
+    def create(self, name: str, by: str = OPERATOR, **limits: Any) -> Deferred[tuple[KeyRecord, str]]:
         """A new key, good when this fires; its text is returned this once and nowhere kept.
 
+        @param by: who makes it, for the event that tells of it; so with the others.
         @param limits: fields of L{KeyRecord}; C{expires} an instant.
         """
-        return Deferred.fromCoroutine(self._create(name, limits))
+        return Deferred.fromCoroutine(self._create(name, by, limits))
 
-    async def _create(self, name: str, limits: dict[str, Any]) -> tuple[KeyRecord, str]:
+    async def _create(self, name: str, by: str, limits: dict[str, Any]) -> tuple[KeyRecord, str]:
         number = PREFIX + secrets.token_hex(ID_BYTES)
         text = _text(number)
         record = KeyRecord(number, name, key_digest(text), self._controller.clocks.wall(), **limits)
-        await self._controller.change(lambda: [record])
+        await self._controller.change(lambda: [record, self._event(record, "made", by)])
         await self._controller.when_routed()
         return record, text
 
@@ -62,26 +65,26 @@ class Keys:
         """All keys, the oldest first."""
         return sorted(self._controller.truth.keys.values(), key=lambda record: (record.created, record.id))
 
-    def rotate(self, name: str, overlap: float) -> Deferred[tuple[KeyRecord, str]]:
+    def rotate(self, name: str, overlap: float, by: str = OPERATOR) -> Deferred[tuple[KeyRecord, str]]:
         """Give a key a new secret, good when this fires; the one before is good for C{overlap} more seconds.
 
         @param name: the key's id or name.
         @raise NoSuchKey: there is none.
         @raise NotOneKey: there are several, or it has been revoked or has expired.
         """
-        return Deferred.fromCoroutine(self._rotate(name, overlap))
+        return Deferred.fromCoroutine(self._rotate(name, overlap, by))
 
-    async def _rotate(self, name: str, overlap: float) -> tuple[KeyRecord, str]:
+    async def _rotate(self, name: str, overlap: float, by: str) -> tuple[KeyRecord, str]:
         made: list[tuple[KeyRecord, str]] = []
 
-        def make() -> list[KeyRecord]:
+        def make() -> list[Change]:
             now = self._controller.clocks.wall()
             record = self._find(name, now)
             text = _text(record.id)
             old = [*record.old, OldSecret(record.digest, now + overlap)]
             fresh = evolve(record, digest=key_digest(text), old=tuple(secret for secret in old if secret.until > now))
             made[:] = [(fresh, text)]
-            return [fresh]
+            return [fresh, self._event(fresh, "given a new secret", by)]
 
         await self._controller.change(make)
         await self._controller.when_routed()
@@ -100,19 +103,26 @@ class Keys:
             raise NotOneKey(f"{len(good)} keys have the name {name}: say which by its id, one of {ids}")
         return good[0]
 
-    def revoke(self, number: str) -> Deferred[None]:
+    def revoke(self, number: str, by: str = OPERATOR) -> Deferred[None]:
         """Refuse this key; when this fires, every router does.
 
         @raise NoSuchKey: there is none.
         """
 
-        def make() -> list[KeyRecord]:
+        def make() -> list[Change]:
             record = self._controller.truth.keys.get(number)
             if record is None:
                 raise NoSuchKey(f"no key has the id {number}: see llmgw key list")
-            return [] if record.revoked else [evolve(record, revoked=self._controller.clocks.wall())]
+            if record.revoked:
+                return []
+            return [evolve(record, revoked=self._controller.clocks.wall()), self._event(record, "revoked", by)]
 
         return self._controller.change(make).addCallback(lambda _: self._controller.when_routed())
+
+    def _event(self, record: KeyRecord, what: str, by: str) -> FleetEvent:
+        controller = self._controller
+        text = f"key {record.id} of {record.name} was {what} by {by}"
+        return FleetEvent(controller.clocks.wall(), "key", record.id, text, epoch=controller.leadership.epoch)
 
 
 def _text(number: str) -> str:

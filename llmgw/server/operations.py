@@ -26,6 +26,7 @@ from llmgw.wire.messages import Done, FetchLog, Goaway
 
 LOG_LIMIT = 2**18
 ASK_TIMEOUT = 15.0
+OPERATOR = "an operator"
 
 
 class Unknown(LlmgwError):
@@ -41,14 +42,16 @@ class Conflict(LlmgwError):
 
 
 class Operations:
-    """Orders about what runs and where."""
+    """Orders about what runs and where. C{by} is who gave an order, for the event that tells of it."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
     # Nodes.
 
-    def drain(self, nodes: Sequence[str], deadline: float | None, force: bool, allow_outage: bool) -> Deferred[list[str]]:
+    def drain(
+        self, nodes: Sequence[str], deadline: float | None, force: bool, allow_outage: bool, by: str = OPERATOR
+    ) -> Deferred[list[str]]:
         """Move what runs on these nodes elsewhere. All of them are closed to new replicas first, so that nothing hops.
 
         @param deadline: seconds after which what is left is stopped; None is C{timing.node_drain}.
@@ -56,9 +59,9 @@ class Operations:
         @return: sentences on what will happen.
         @raise Outage: models would be without any replica.
         """
-        return Deferred.fromCoroutine(self._drain(nodes, deadline, force or allow_outage))
+        return Deferred.fromCoroutine(self._drain(nodes, deadline, force or allow_outage, by))
 
-    async def _drain(self, nodes: Sequence[str], deadline: float | None, outage: bool) -> list[str]:
+    async def _drain(self, nodes: Sequence[str], deadline: float | None, outage: bool, by: str) -> list[str]:
         controller = self._controller
         said: list[str] = []
 
@@ -72,7 +75,7 @@ class Operations:
                     cordoned=True,
                     drain_deadline=until,
                     outage=outage,
-                    reason="drained by an operator",
+                    reason=f"drained by {by}",
                 )
                 for name in nodes
             }
@@ -84,7 +87,7 @@ class Operations:
                 )
             said.extend([f"{name} drains" for name in nodes] + homeless)
             for name in nodes:
-                draft.say("drain", name, f"{name}: drain ordered", name)
+                draft.say("drain", name, f"{name}: drain ordered by {by}", name)
             return [*records.values(), *draft.events]
 
         await controller.change(make)
@@ -106,7 +109,7 @@ class Operations:
             return False
         return isinstance(room.place(want(draft, model, draft.number(name) + 1)), Placement)
 
-    def cordon(self, nodes: Sequence[str], on: bool) -> Deferred[int]:
+    def cordon(self, nodes: Sequence[str], on: bool, by: str = OPERATOR) -> Deferred[int]:
         """Close nodes to new replicas, or open them again, which also ends a drain."""
 
         def make() -> Iterable[Change]:
@@ -119,7 +122,7 @@ class Operations:
                     if on
                     else evolve(node, cordoned=False, draining=False, drain_deadline=None, outage=False, quarantined_until=None)
                 )
-                draft.say("cordon", name, f"{name}: {'cordoned' if on else 'uncordoned'} by an operator", name)
+                draft.say("cordon", name, f"{name}: {'cordoned' if on else 'uncordoned'} by {by}", name)
             return [*changes, *draft.events]
 
         return self._controller.change(make)
@@ -131,7 +134,7 @@ class Operations:
             raise Unknown(f"no node is called {name}; known: {known}")
         return record
 
-    def remove(self, name: str) -> Deferred[int]:
+    def remove(self, name: str, by: str = OPERATOR) -> Deferred[int]:
         """Refuse a node from now on and forget what ran there. Its engines are not stopped."""
 
         def make() -> Iterable[Change]:
@@ -143,19 +146,19 @@ class Operations:
             for record in list(draft.shards.values()):
                 if record.allocation and record.allocation.node == name:
                     draft.drop(record)
-            gone = draft.node(node, next_node_state(node.state, NodeEvent.REMOVE), "removed by an operator")
+            gone = draft.node(node, next_node_state(node.state, NodeEvent.REMOVE), f"removed by {by}")
             return [gone, *differences(self._controller.truth, self._controller.truth.nodes, draft.shards, draft.events)]
 
         done = self._controller.change(make)
         return done.addCallback(self._close, name, "removed")
 
-    def reset(self, name: str) -> Deferred[int]:
+    def reset(self, name: str, by: str = OPERATOR) -> Deferred[int]:
         """Let a node start anew: ends a quarantine, and lets a removed node or a new machine of that name join."""
 
         def make() -> Iterable[Change]:
             node = self._node(name)
             draft = Draft(self._controller.world())
-            draft.say("node_reset", name, f"{name}: reset by an operator", name)
+            draft.say("node_reset", name, f"{name}: reset by {by}", name)
             if node.state is NodeState.REMOVED:
                 return [Drop("node", name), *draft.events]
             return [evolve(node, instance="", boot="", quarantined_until=None), *draft.events]
@@ -170,15 +173,17 @@ class Operations:
 
     # Replicas.
 
-    def restart(self, model: str, node: str | None, number: int | None, allow_outage: bool) -> Deferred[list[str]]:
+    def restart(
+        self, model: str, node: str | None, number: int | None, allow_outage: bool, by: str = OPERATOR
+    ) -> Deferred[list[str]]:
         """Replace replicas by fresh ones, one at a time; also gives those that failed too often a new budget.
 
         @return: the replicas concerned.
         @raise Outage: the only ready replica would go before its successor is there.
         """
-        return Deferred.fromCoroutine(self._restart(model, node, number, allow_outage))
+        return Deferred.fromCoroutine(self._restart(model, node, number, allow_outage, by))
 
-    async def _restart(self, model: str, node: str | None, number: int | None, allow_outage: bool) -> list[str]:
+    async def _restart(self, model: str, node: str | None, number: int | None, allow_outage: bool, by: str) -> list[str]:
         chosen: list[Replica] = []
 
         def make() -> Iterable[Change]:
@@ -199,8 +204,8 @@ class Operations:
                 )
             for replica in chosen:
                 for shard in replica.shards:
-                    draft.put(evolve(shard, replace="restart ordered by an operator"))
-                draft.say("restart", replica.id, f"{replica.id}: restart ordered by an operator")
+                    draft.put(evolve(shard, replace=f"restart ordered by {by}"))
+                draft.say("restart", replica.id, f"{replica.id}: restart ordered by {by}")
             return differences(self._controller.truth, self._controller.truth.nodes, draft.shards, draft.events)
 
         await self._controller.change(make)
@@ -212,7 +217,7 @@ class Operations:
         """Engines that run without a record."""
         return self._controller.outcome.orphans if self._controller.outcome else ()
 
-    def adopt(self, shard: str, node: str | None) -> Deferred[str]:
+    def adopt(self, shard: str, node: str | None, by: str = OPERATOR) -> Deferred[str]:
         """Make an orphan a replica of its model; it is replaced later where its generation is not the catalog's."""
 
         def make(draft: Draft, orphan: Orphan) -> None:
@@ -222,10 +227,11 @@ class Operations:
             if model is None or model.profile is None:
                 raise Conflict(f"{shard} cannot be adopted: the catalog runs no model {orphan.report.model}. Apply one first")
             adopt(draft, orphan.node, orphan.report, model.profile)
+            draft.say("adopt", shard, f"{shard}: adopted by {by}", orphan.node)
 
         return self._on_orphan(shard, node, make, "adopted")
 
-    def stop(self, shard: str, node: str | None) -> Deferred[str]:
+    def stop(self, shard: str, node: str | None, by: str = OPERATOR) -> Deferred[str]:
         """Stop an orphan."""
 
         def make(draft: Draft, orphan: Orphan) -> None:
@@ -233,7 +239,7 @@ class Operations:
             if known is not None and known.allocation is not None:
                 raise Conflict(f"{shard} also runs on {known.allocation.node} and is wanted there; stop this copy on its node")
             record = adopt(draft, orphan.node, orphan.report, None)
-            draft.move(evolve(record, wanted=Wanted.STOP, url="", key=""), ShardState.STOPPING, "stopped by an operator")
+            draft.move(evolve(record, wanted=Wanted.STOP, url="", key=""), ShardState.STOPPING, f"stopped by {by}")
 
         return self._on_orphan(shard, node, make, "is stopped")
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from llmgw.agent.gguf import read_header
 from llmgw.agent.weights import WeightFinder
+from llmgw.fleet.tensors import TensorBytes
+from llmgw.testing.tiny_gguf import write_tiny_gguf
 
 
 def gguf_file(path):
@@ -113,7 +115,8 @@ def test_the_hugging_face_cache(tmp_path):
     (snapshot / "config.json").symlink_to(repo / "blobs" / "f")
     finder = WeightFinder([], {"HF_HUB_CACHE": str(tmp_path)})
     for name in ("hf:org/name", "hf:org/name@main", "hf:org/name@abc123"):
-        assert finder.inspect(name).config == {"a": 1}
+        found = finder.inspect(name)
+        assert (found.config, found.revision) == ({"a": 1}, "abc123")
     assert not finder.inspect("hf:org/name@other").found
 
 
@@ -136,3 +139,125 @@ def test_any_bytes_are_a_header_or_a_sentence(tmp_path_factory, data):
             read_header(file)
         except ValueError as error:
             assert str(error)
+
+
+def tensors_file(path, **sizes) -> None:
+    """A safetensors file whose tensors have these sizes; C{__} stands for a dot."""
+    rows, at = {}, 0
+    for name, size in sizes.items():
+        rows[name.replace("__", ".")] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    header = json.dumps(rows | {"__metadata__": {"format": "pt"}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(at))
+
+
+def test_where_the_bytes_of_a_folder_stand(tmp_path):
+    """Layers with their experts, embedding, head and the rest, over all files; a vision tower's layers are no layers."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    tensors_file(
+        folder / "a.safetensors",
+        model__embed_tokens__weight=40,
+        model__layers__0__self_attn__q_proj__weight=10,
+        model__layers__0__mlp__gate__weight=1,
+        vision_tower__encoder__layers__9__fc1__weight=7,
+    )
+    tensors_file(
+        folder / "b.safetensors",
+        model__layers__1__mlp__experts__0__up_proj__weight=20,
+        model__layers__1__mlp__shared_experts__up_proj__weight=3,
+        model__norm__weight=2,
+        lm_head__weight=30,
+    )
+    (folder / "config.json").write_text("{}")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    found = WeightFinder([tmp_path]).inspect("m")
+    assert found.tensors == TensorBytes((11, 23), (0, 20), embedding=40, output=30, other=9, largest=40)
+    assert (found.bytes, found.generation) == (113, {"temperature": 0.6})
+
+
+def test_where_the_bytes_of_a_gguf_file_stand(tmp_path):
+    """As its offsets say: a real file with two layers, an output of its own and no experts."""
+    found = WeightFinder([tmp_path]).inspect(write_tiny_gguf(tmp_path / "m.gguf").name)
+    parts = found.tensors
+    assert len(parts.layers) == 2 and parts.layers[0] == parts.layers[1] > 0
+    assert parts.embedding == parts.output > 0 and parts.experts == ()
+    assert 0 < parts.other < parts.embedding
+    total = sum(parts.layers) + parts.embedding + parts.output + parts.other
+    assert 0 < found.bytes - total < 2**20, "what is left is the header"
+
+
+def test_a_file_of_another_size_than_its_header_says(tmp_path):
+    """A download that stopped: refused with both sizes before an engine reads it for minutes."""
+    tensors_file(tmp_path / "m.safetensors", x=1000)
+    whole = (tmp_path / "m.safetensors").read_bytes()
+    (tmp_path / "m.safetensors").write_bytes(whole[:-10])
+    found = WeightFinder([tmp_path]).inspect("m.safetensors")
+    assert f"has {len(whole) - 10} bytes and should have {len(whole)}" in found.problem
+
+
+def test_a_copy_in_mistrals_layout_counts_once(tmp_path):
+    """Without an index consolidated.safetensors beside the rest is the same again; alone it is the model."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    tensors_file(folder / "consolidated.safetensors", x=100)
+    assert WeightFinder([tmp_path]).inspect("m").bytes == 100
+    tensors_file(folder / "model-00001-of-00001.safetensors", x=100)
+    assert WeightFinder([tmp_path]).inspect("m").bytes == 100
+
+
+def test_only_what_the_index_names_is_loaded(tmp_path):
+    """Files that the index does not name count for nothing."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    tensors_file(folder / "a.safetensors", x=100)
+    tensors_file(folder / "old.safetensors", x=77)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    assert WeightFinder([tmp_path]).inspect("m").bytes == 100
+
+
+def test_a_split_gguf_model_is_all_its_parts(tmp_path):
+    """Named by its first file or its folder; a missing part is a problem with its name."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for part in ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
+        write_tiny_gguf(folder / part)
+    (folder / "mmproj-m.gguf").write_bytes(b"GGUF")
+    each = (folder / "m-00001-of-00002.gguf").stat().st_size
+    for name in ("m", "m/m-00001-of-00002.gguf"):
+        found = WeightFinder([tmp_path]).inspect(name)
+        assert (found.bytes, found.path) == (2 * each, str(folder / "m-00001-of-00002.gguf")), found.problem
+    (folder / "m-00002-of-00002.gguf").unlink()
+    assert "1 of 2 parts are missing, the first is m-00002-of-00002.gguf" in WeightFinder([tmp_path]).inspect("m").problem
+
+
+def test_a_folder_of_several_gguf_models_wants_one_named(tmp_path):
+    """Quantizations of one model side by side are several models."""
+    (tmp_path / "m").mkdir()
+    write_tiny_gguf(tmp_path / "m" / "m-Q4.gguf")
+    write_tiny_gguf(tmp_path / "m" / "m-Q8.gguf")
+    assert "2 GGUF models; name the file of one: m-Q4.gguf, m-Q8.gguf" in WeightFinder([tmp_path]).inspect("m").problem
+
+
+def test_pickled_weights_have_a_size_and_no_parts(tmp_path):
+    """Reading a pickle runs it, so nobody does."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "pytorch_model.bin").write_bytes(bytes(500))
+    (tmp_path / "m" / "config.json").write_text("{}")
+    found = WeightFinder([tmp_path]).inspect("m")
+    assert (found.format, found.bytes, found.tensors) == ("pytorch", 500, None)
+
+
+def test_what_is_known_is_not_read_again(tmp_path, monkeypatch):
+    """As long as path, size and time stay; and no more than some hundred are kept."""
+    write_tiny_gguf(tmp_path / "m.gguf")
+    finder = WeightFinder([tmp_path])
+    first = finder.inspect("m.gguf")
+    monkeypatch.setattr("llmgw.agent.weights.read_file", lambda path: pytest.fail("read again"))
+    assert finder.inspect("m.gguf") == first
+    monkeypatch.setattr("llmgw.agent.weights.KEEP", 3)
+    monkeypatch.setattr("llmgw.agent.weights.read_file", lambda path: first)
+    for number in range(10):
+        (tmp_path / f"{number}.gguf").touch()
+        finder.inspect(f"{number}.gguf")
+    assert len(finder._known) == 3

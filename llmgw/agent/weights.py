@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from attrs import evolve
 
-from llmgw.agent.gguf import read_header
+from llmgw.agent.tensors import gguf_header, gguf_sizes, safetensors_sizes, sort_tensors
 from llmgw.fleet.shard import WeightFiles
 
 HF = re.compile(r"hf:(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w.-]+))?\Z", re.ASCII)
-CONFIG_LIMIT = 4 * 2**20
-HEADER_LIMIT = 128 * 2**20
-LFS = b"version https://git-lfs"
+SPLIT = re.compile(r"(?P<base>.+)-\d{5}-of-(?P<count>\d{5})\.gguf\Z", re.ASCII)
+OLD = re.compile(r"(pytorch_)?model[\w.-]*\.bin\Z")
+INDEX = "model.safetensors.index.json"
+CONFIG_LIMIT = 16 * 2**20
+KEEP = 256
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
@@ -76,81 +77,124 @@ class WeightFinder:
             found = read_folder(path, files) if path.is_dir() else read_file(path)
         except (OSError, ValueError, RecursionError) as error:
             return WeightFiles(weights, found=True, path=str(path), looked=looked, problem=f"{path}: {error}")
+        found = evolve(found, revision=path.name if HF.match(weights) else "")
         self._known[str(path)] = (stamp, found)
+        while len(self._known) > KEEP:
+            del self._known[next(iter(self._known))]
         return evolve(found, weights=weights, looked=looked)
 
 
 def read_file(path: Path) -> WeightFiles:
-    """One file: GGUF, or a single safetensors file.
+    """One file: GGUF, with the other parts of a split one, or a single safetensors file.
 
     @raise ValueError: it is neither, or damaged.
     """
     if path.suffix == ".safetensors":
-        return WeightFiles("", True, str(path), format="safetensors", bytes=tensor_bytes(path))
-    with open(path, "rb") as file:
-        header = read_header(file)
-    return WeightFiles("", True, str(path), format="gguf", bytes=path.stat().st_size, gguf=header)
+        return _of_tensors(path, safetensors_sizes(path))
+    return read_gguf(gguf_parts(path))
 
 
-def read_folder(path: Path, files: list[Path]) -> WeightFiles:
-    """A folder as Hugging Face lays it out; one with nothing but GGUF files is told as GGUF.
+def gguf_parts(path: Path) -> list[Path]:
+    """All files of a split GGUF model, of which C{path} is one; the file alone where it is whole.
 
-    @raise ValueError: config.json or a tensor file is damaged.
+    @raise ValueError: parts are missing.
     """
-    config = path / "config.json"
-    tensors = [file for file in files if file.suffix == ".safetensors"]
-    ggufs = [file for file in files if file.suffix == ".gguf"]
-    if ggufs and not tensors and not config.exists():
-        with open(ggufs[0], "rb") as file:
-            header = read_header(file)
-        return WeightFiles("", True, str(path), format="gguf", bytes=sum(f.stat().st_size for f in ggufs), gguf=header)
-    parsed = read_config(config) if config.exists() else {}
-    size = sum(map(tensor_bytes, tensors)) if tensors else None
+    found = SPLIT.match(path.name)
+    if not found:
+        return [path]
+    count = int(found["count"])
+    named = [path.with_name(f"{found['base']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    if missing := [part.name for part in named if not part.exists()]:
+        raise ValueError(f"{len(missing)} of {count} parts are missing, the first is {missing[0]}")
+    return named
+
+
+def read_gguf(parts: list[Path]) -> WeightFiles:
+    """The key-values of the first part, the sizes of all.
+
+    @raise ValueError: one is no GGUF file, or damaged.
+    """
+    headers = [gguf_header(part) for part in parts]
+    sizes = [part.stat().st_size for part in parts]
+    rows = [row for header, size in zip(headers, sizes, strict=True) for row in gguf_sizes(header, size)]
+    tensors = sort_tensors(rows)
     return WeightFiles(
-        "",
-        True,
-        str(path),
-        format="safetensors" if tensors else "",
-        bytes=size,
-        config=parsed,
-        problem=folder_problem(path, {file.name for file in files}),
+        "", True, str(parts[0]), format="gguf", bytes=sum(sizes), gguf=headers[0].pairs, tensors=tensors if rows else None
     )
 
 
+def read_folder(path: Path, files: list[Path]) -> WeightFiles:
+    """A folder as Hugging Face lays it out; one with nothing but GGUF files is told as its GGUF model.
+
+    @raise ValueError: config.json or a tensor file is damaged, or the folder holds several models.
+    """
+    config = path / "config.json"
+    ggufs = [file for file in files if file.suffix == ".gguf" and not file.name.startswith("mmproj")]
+    if ggufs and not config.exists() and not any(file.suffix == ".safetensors" for file in files):
+        return read_gguf(one_model(ggufs))
+    index = path / INDEX
+    named = _named_in(index) if index.exists() else set()
+    missing = sorted(named - {file.name for file in files})
+    chosen = [] if missing else tensor_files(files, named)
+    found = _of_tensors(path, [row for file in chosen for row in safetensors_sizes(file)])
+    problem = f"{len(missing)} of {len(named)} tensor files are missing, the first is {missing[0]}" if missing else ""
+    if not chosen and not missing and (old := [file for file in files if OLD.match(file.name)]):
+        # Without reading pickles their size is all that can be known.
+        found = evolve(found, format="pytorch", bytes=sum(file.stat().st_size for file in old))
+    generation = path / "generation_config.json"
+    return evolve(
+        found,
+        format=found.format or ("safetensors" if named else ""),
+        config=read_config(config) if config.exists() else {},
+        generation=read_config(generation) if generation.exists() else {},
+        problem=problem,
+    )
+
+
+def one_model(ggufs: list[Path]) -> list[Path]:
+    """The files of the only GGUF model among these.
+
+    @raise ValueError: there are several, so that one must be named.
+    """
+    models = {found["base"] if (found := SPLIT.match(file.name)) else file.name: file for file in reversed(ggufs)}
+    if len(models) > 1:
+        names = ", ".join(sorted(file.name for file in models.values())[:6])
+        raise ValueError(f"it holds {len(models)} GGUF models; name the file of one: {names}")
+    return gguf_parts(next(iter(models.values())))
+
+
+def tensor_files(files: list[Path], named: set[str]) -> list[Path]:
+    """The safetensors files that an engine loads: those in the index, else all but the copy in Mistral's own layout."""
+    found = [file for file in files if file.suffix == ".safetensors"]
+    if named:
+        return [file for file in found if file.name in named]
+    return [file for file in found if not file.name.startswith("consolidated")] or found
+
+
+def _of_tensors(path: Path, rows: list[tuple[str, int]]) -> WeightFiles:
+    if not rows:
+        return WeightFiles("", True, str(path))
+    total = sum(size for _, size in rows)
+    return WeightFiles("", True, str(path), format="safetensors", bytes=total, tensors=sort_tensors(rows))
+
+
 def read_config(path: Path) -> dict[str, object]:
-    """config.json as parsed.
+    """A JSON file of a model's as parsed.
 
     @raise ValueError: it is too large, or no JSON object.
     """
     if path.stat().st_size > CONFIG_LIMIT:
         raise ValueError(f"{path.name} is larger than {CONFIG_LIMIT} bytes")
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} is not a JSON object")
     return found
 
 
-def folder_problem(path: Path, there: set[str]) -> str:
-    """Which files an index names that are not there; empty when all are."""
-    index = path / "model.safetensors.index.json"
-    if not index.exists():
-        return ""
-    named = {str(name) for name in dict(read_config(index).get("weight_map") or {}).values()}  # type: ignore[call-overload]
-    missing = sorted(named - there)
-    return f"{len(missing)} of {len(named)} tensor files are missing, the first is {missing[0]}" if missing else ""
-
-
-def tensor_bytes(path: Path) -> int:
-    """The bytes of a safetensors file's tensors: its size less the 8 bytes of the header's length and the header.
-
-    @raise ValueError: a Git LFS pointer, or a header that cannot be.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(len(LFS))
-    if start == LFS:
-        raise ValueError(f"{path.name} is a Git LFS pointer, not the file itself: run git lfs pull")
-    length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else size
-    if length > min(size, HEADER_LIMIT):
-        raise ValueError(f"{path.name} is cut short or no safetensors file")
-    return int(size - 8 - length)
+def _named_in(index: Path) -> set[str]:
+    """The files that an index names."""
+    rows = read_config(index).get("weight_map")
+    return {str(name) for name in rows.values()} if isinstance(rows, dict) else set()

@@ -6,9 +6,9 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest_twisted
@@ -33,6 +33,7 @@ from llmgw.fleet.node import Device, Installation, Inventory
 from llmgw.fleet.shard import Allocation, ShardOrder, ShardState, Wanted, WeightFiles
 from llmgw.interfaces import Flags
 from llmgw.wire.messages import Desired, Done, Event
+from tests.ports import free_port
 
 FAKE = (sys.executable, "-m", "llmgw.testing.fake_engine", "--port", "{port}", "--name", "{model}")
 PATIENCE = 20.0
@@ -44,10 +45,9 @@ def script(code: str) -> tuple[str, ...]:
     return (sys.executable, "-I", "-S", "-c", code)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def agent_id() -> str:
+    """Of one agent only: by it a rig finds, and kills, what it started, and nothing of another run of the tests."""
+    return f"test-{uuid.uuid4().hex}"
 
 
 def alive(pid: int) -> bool:
@@ -102,7 +102,7 @@ class Equipment:
 class Rig:
     """A state folder and the surroundings of its supervisors; C{told} is every transition they told."""
 
-    def __init__(self, reactor, path: Path, instance: str = "i1") -> None:
+    def __init__(self, reactor, path: Path) -> None:
         self.reactor = reactor
         self.told: list[Transition] = []
         self.supervisors: list[Supervisor] = []
@@ -112,7 +112,7 @@ class Rig:
         )
         self.around = Surroundings(
             reactor=reactor,
-            instance=instance,
+            instance=agent_id(),
             probe=EngineProbe(reactor),
             tell=lambda said: self.told.append(said) if isinstance(said, Transition) else None,
             serials=itertools.count(1).__next__,
@@ -181,7 +181,7 @@ class NodeRig:
         self.reactor = reactor
         self.path = path
         self.said: list = []
-        self.state = StateFolder(path, lambda: "i1")
+        self.state = StateFolder(path, agent_id)
         self.state.open()
         self.node = Node(
             reactor,
@@ -223,7 +223,7 @@ class NodeRig:
         found = set()
         for attempts in ShardFolders(shards).shards():
             for folder in attempts:
-                found |= marked(marks_of("i1", folder.shard, folder.attempt))
+                found |= marked(marks_of(self.state.instance, folder.shard, folder.attempt))
         return found
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What every test is held to: no unhandled failure, no logged failure, no delayed call and no process left over.
+"""What every test is held to: no unhandled or logged failure, no delayed call, no process and no shared memory left over.
 
-pytest-twisted by itself lets all four pass. A test that expects a failure to be logged says so
+pytest-twisted by itself lets all of them pass. A test that expects a failure to be logged says so
 with C{expect_failures}.
 """
 
@@ -9,9 +9,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
+from pathlib import Path
 
+import hypothesis
 import pytest
 from twisted.logger import globalLogPublisher
+
+from tests.shared_files import shared_files
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 class _Seen(list):
@@ -44,6 +53,21 @@ def _state(pid: int) -> str:
         return "gone"
 
 
+def _left(before: set[int]) -> dict[int, str]:
+    """Our children that still run. On a busy machine it takes a moment until one that was killed does not."""
+    deadline = time.monotonic() + 2.0
+    while (left := {pid for pid in _children() - before if _state(pid) not in ("Z", "gone")}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {pid: _name(pid) for pid in left}
+
+
+def _shared(folder: Path | None) -> list[Path]:
+    """Shared files of the servers whose state lies somewhere in a test's own folder: no other run's are looked at."""
+    if folder is None:
+        return []
+    return [path for below, _, _ in os.walk(folder) for path in shared_files(Path(below))]
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers(request):
     """Fails a test that leaves something behind, and cleans up after it."""
@@ -62,12 +86,16 @@ def no_leftovers(request):
     calls = [call for call in reactor.getDelayedCalls() if call not in calls_before and call.active()]
     for call in calls:
         call.cancel()
-    children = {pid: _name(pid) for pid in _children() - children_before if _state(pid) not in ("Z", "gone")}
+    children = _left(children_before)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
+    shared = _shared(request.node.funcargs.get("tmp_path"))
+    for path in shared:
+        path.unlink(missing_ok=True)
     problems = [f"logged failure: {event['log_failure'].getTraceback()}" for event in failures]
     problems += [f"delayed call left: {call}" for call in calls]
     problems += [f"process left: {pid} {name}" for pid, name in children.items()]
+    problems += [f"shared memory left: {path}" for path in shared]
     if problems:
         pytest.fail("\n".join(problems))
 

@@ -22,6 +22,7 @@ from llmgw.config.server import Timeouts
 from llmgw.router.channel import decode, encode
 from llmgw.router.scoreboard import Scoreboard, shared_file
 from llmgw.router.table import KeyEntry, RoutedModel, Table, endpoint, key_digest, write_table
+from tests.shared_files import remove_shared_files
 
 KEY = "sk-test"
 OK = b'{"ok":true}'
@@ -81,7 +82,7 @@ class Rig:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(5)
         self.listening.close()
-        self.board.path.unlink(missing_ok=True)
+        remove_shared_files(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def use(self, *engines, timeouts=None, keys_required=True, keys=None, limit=None, model=None, served="m", **table) -> Table:
@@ -125,6 +126,13 @@ class Rig:
             return found if len(found) >= count else []
 
         return until(rows, 4, f"{count} log rows with {wanted}")
+
+    def scrape(self) -> dict[str, float]:
+        """The worker's metrics, by series."""
+        self.heard.clear()
+        self.channel.sendall(b'{"type":"metrics","request":7}\n')
+        text = until(lambda: [m for m in self.heard if m["type"] == "metrics"])[0]["text"]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
 
     def rss(self) -> int:
         with open(f"/proc/{self.process.pid}/statm") as file:

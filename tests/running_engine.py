@@ -6,18 +6,11 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import subprocess
 import time
 from urllib.parse import urlsplit
 
 from llmgw.engines.launch import child_environment
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def until(condition, seconds=20.0):

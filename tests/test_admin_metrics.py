@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest_twisted
 import treq
 from twisted.internet.defer import succeed
 
 from llmgw.admin.api import MetricsPort
 from llmgw.config.settings import Address
+from tests.ports import free_port
 
 
 class OnlyMetrics:
@@ -17,12 +16,6 @@ class OnlyMetrics:
 
     def metrics(self):
         return succeed("llmgw_leader 1\n")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest_twisted.ensureDeferred

@@ -12,7 +12,8 @@ from llmgw.fleet.model import Profile, Resources
 from llmgw.fleet.node import Device, DeviceProcess, Installation, Inventory
 from llmgw.fleet.shard import Allocation, ShardOrder, Wanted, WeightFiles
 from llmgw.interfaces import Flags
-from tests.agent_rig import free_port, settings
+from tests.agent_rig import settings
+from tests.ports import free_port
 
 GIB = 2**30
 STRANGER = DeviceProcess(8123, "python3", 20 * GIB)

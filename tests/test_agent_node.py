@@ -277,7 +277,6 @@ async def test_two_agents_of_one_machine_do_not_touch_each_other(rigs, reactor, 
     rig.order(mine := order(FAKE))
     await rig.done(mine.operation)
     other = NodeRig(reactor, tmp_path / "other")
-    other.state.instance = "i2"
     try:
         await other.start()
         other.order(theirs := order(FAKE))

@@ -121,7 +121,7 @@ async def test_engines_outlive_kill_9_of_the_agent(rigs, tmp_path):
     assert (report.pid, report.state, report.attempt) == (run["engine"]["pid"], READY, 1)
     rig.order(wanted)
     assert (await rig.done(wanted.operation)).ok
-    assert len(marked(marks_of("i1", "m/1/0", 1))) == 2  # The shim and the engine: no twin.
+    assert len(marked(marks_of(rig.state.instance, "m/1/0", 1))) == 2  # The shim and the engine: no twin.
     rig.order(evolve(wanted, wanted=Wanted.STOP, operation="stop"))
     assert (await rig.done("stop")).ok
     assert not alive(report.pid)
@@ -156,7 +156,11 @@ async def test_killed_while_starting_there_is_no_twin(rigs, tmp_path, point):
     await rig.start()
     rig.order(wanted)
     assert (await rig.done(wanted.operation)).ok
-    engines = [pid for pid in marked(marks_of("i1", "m/1/0", 1)) if b"fake_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    engines = [
+        pid
+        for pid in marked(marks_of(rig.state.instance, "m/1/0", 1))
+        if b"fake_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert engines == [rig.reports()["m/1/0"].pid]
 
 

@@ -20,7 +20,8 @@ from llmgw.config.agent import read_agent
 from llmgw.errors import LlmgwError
 from llmgw.fleet.shard import ShardState
 from llmgw.testing.certificates import Fleet
-from tests.agent_rig import FAKE, NodeRig, alive, free_port, kill_all, order, settle, until
+from tests.agent_rig import FAKE, NodeRig, alive, kill_all, order, settle, until
+from tests.ports import free_port
 
 TWISTD = Path(sys.executable).parent / "twistd"
 

@@ -17,7 +17,8 @@ from llmgw.agent import supervisor as supervisor_module
 from llmgw.agent.output import read_output
 from llmgw.engines.command import Command
 from llmgw.fleet.shard import ShardState
-from tests.agent_rig import FAKE, KEY, Rig, alive, free_port, order, printed_child, script, settle, until
+from tests.agent_rig import FAKE, KEY, Rig, alive, order, printed_child, script, settle, until
+from tests.ports import free_port
 
 READY, FAILED, STOPPED = ShardState.READY, ShardState.FAILED, ShardState.STOPPED
 
@@ -339,7 +340,7 @@ async def test_engine_gets_a_clean_start(rig, monkeypatch):
     await rig.reach(shard, FAILED)
     environ, blocked, ignored, score, leader, files, descriptors = json.loads(rig.told[-1].tail[0])
     assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "LISTEN_FDS", "INVOCATION_ID", "JOURNAL_STREAM"} & set(environ)
-    assert environ["LLMGW_SHARD"] == "m/1/0/1" and environ["LLMGW_AGENT"] == "i1"
+    assert environ["LLMGW_SHARD"] == "m/1/0/1" and environ["LLMGW_AGENT"] == rig.around.instance
     assert int(blocked, 16) == 0
     assert int(ignored, 16) & ~0x181001000 == 0  # Python itself ignores SIGPIPE and SIGXFSZ; 32 and 33 are the C library's.
     assert score == "0\n" and leader

@@ -13,7 +13,8 @@ from llmgw.fleet.model import Parallel, Profile, Resources
 from llmgw.fleet.node import Installation
 from llmgw.fleet.shard import Allocation, ShardExit, WeightFiles
 from llmgw.interfaces import Flags, Phase, ShardLaunch
-from tests.running_engine import RunningEngine, free_port, until
+from tests.ports import free_port
+from tests.running_engine import RunningEngine, until
 
 BARE = Installation("command", "command")
 FAKE = (sys.executable, "-m", "llmgw.testing.fake_engine", "--port", "{port}", "--name", "{model}")

@@ -18,7 +18,8 @@ from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Allocation, EngineLoad, ShardExit, WeightFiles
 from llmgw.interfaces import Flags, Phase
 from llmgw.testing.standin_vllm import human_readable_int_or_auto, option_rows, parser
-from tests.running_engine import RunningEngine, free_port, until
+from tests.ports import free_port
+from tests.running_engine import RunningEngine, until
 
 GIB = 2**30
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import time
 
 import pytest
 
 from llmgw.config.server import Timeouts
 from llmgw.testing.scripted_engine import ScriptedEngine
+from tests.ports import free_port
 from tests.router_rig import BODY, OK, Rig, descriptors, plain, request_bytes, until
 
 
@@ -162,7 +162,7 @@ def test_n8_no_more_descriptors():
     """N8: with as many connections as descriptors allow, the worker neither ends nor spins, and serves again when some go."""
     rig = Rig()
     try:
-        rig.use(engine_nowhere())
+        rig.use(f"http://127.0.0.1:{free_port()}/v1")
         limit = descriptors(rig) + 40
         resource.prlimit(rig.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
         clients = [rig.client() for _ in range(120)]
@@ -176,11 +176,6 @@ def test_n8_no_more_descriptors():
         until(lambda: healthy(rig), 8)
     finally:
         rig.stop()
-
-
-def engine_nowhere():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"http://127.0.0.1:{found.getsockname()[1]}/v1"
 
 
 def cpu(rig):

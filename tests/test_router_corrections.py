@@ -24,6 +24,7 @@ from llmgw.router.table import RoutedModel, Table, endpoint
 from llmgw.server.routing import Routing
 from llmgw.server.workers import RouterWorkers
 from llmgw.testing.scripted_engine import ScriptedEngine
+from tests.shared_files import remove_shared_files
 
 
 @pytest.fixture
@@ -156,4 +157,5 @@ async def test_an_engine_with_foreign_load_gets_fewer_requests(monkeypatch):
         for place in workers.places:
             place.kill()
         await when(lambda: all(place.ended for place in workers.places))
+        remove_shared_files(state)
         shutil.rmtree(state)

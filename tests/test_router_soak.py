@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from llmgw.config.server import Address, RouterSettings, Timeouts
 from llmgw.router.scoreboard import WAITING
 from llmgw.router.table import RoutedModel, Table, endpoint
 from llmgw.server.workers import RouterWorkers
+from tests.ports import free_ports
+from tests.shared_files import remove_shared_files
 from tests.soak import Soak
 
 ROOT = Path(__file__).parent.parent
@@ -32,11 +33,6 @@ def start_engine(port):
     assert process.stdout.readline() == b"ready\n"
     process.stdout.close()
     return process
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 def rss(pid):
@@ -60,7 +56,7 @@ async def when(condition, seconds):
 
 async def soak(count, deaths):
     state = Path(tempfile.mkdtemp(prefix="llmgw-soak-"))
-    ports = [free_port() for _ in range(3)]
+    ports = free_ports(3)
     engines = [await deferToThread(start_engine, port) for port in ports]
     settings = RouterSettings(Address("127.0.0.1", 0), workers=2, access_log=state / "access.jsonl", timeouts=Timeouts(queue=5))
     workers = RouterWorkers(reactor, settings, state)
@@ -101,6 +97,7 @@ async def soak(count, deaths):
         for engine in engines:
             engine.kill()
             engine.wait()
+        remove_shared_files(state)
         shutil.rmtree(state, ignore_errors=True)
     return running, sizes
 

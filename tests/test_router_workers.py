@@ -26,6 +26,7 @@ from llmgw.router.table import RoutedModel, Table, endpoint, read_table
 from llmgw.server.workers import CannotListen, NotRouting, RouterWorkers
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
 from tests.router_rig import RawClient, request_bytes, until
+from tests.shared_files import remove_shared_files
 
 OK = b'{"ok":true}'
 
@@ -55,6 +56,7 @@ def engine():
 def state():
     path = Path(tempfile.mkdtemp(prefix="llmgw-workers-"))
     yield path
+    remove_shared_files(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -203,7 +205,7 @@ def test_fewer_workers_serve_all_sockets(state, engine):
         assert [ask(first.port) for _ in range(60)] == [200] * 60
 
 
-def test_interrupted_worker_stops_accepting_and_finishes(state, engine):
+def test_n4_interrupted_worker_stops_accepting_and_finishes(state, engine):
     """SIGINT: no new connections, the stream under way ends well, then the process ends."""
     parent = Parent(state, engine, count=1)
     with cleaned(parent):
@@ -216,7 +218,7 @@ def test_interrupted_worker_stops_accepting_and_finishes(state, engine):
         until(lambda: not alive(parent.workers[0]), 10)
 
 
-def test_streams_that_do_not_end_are_cut_after_the_drain_time(state, engine):
+def test_n4_streams_that_do_not_end_are_cut_after_the_drain_time(state, engine):
     """A worker that has to go ends what still runs with an error event when timeouts.drain is over (here 8 s less the rest)."""
     parent = Parent(state, engine, count=1)
     with cleaned(parent):
@@ -306,6 +308,17 @@ async def test_publish_is_acknowledged(workers, engine):
     with pytest.raises(NotRouting) as caught:
         await workers.when_routing(99, 0.1)
     assert caught.value.versions == {0: 2, 1: 2}
+
+
+@pytest_twisted.ensureDeferred
+async def test_k2_news_that_a_worker_missed(workers, engine, monkeypatch):
+    """K2: a worker that was not told of a table routes by it all the same within a moment: it is told again until it does."""
+    with monkeypatch.context() as deaf:
+        deaf.setattr(type(workers.places[0]), "send", lambda place, type, **values: None)
+        version = workers.publish(table(engine, RoutedModel("new")))
+        await when(lambda: read_table(workers.folder / "table.json").version == version)
+        assert set(workers.versions().values()) == {version - 1}
+    await workers.when_routing(version, 3)
 
 
 @pytest_twisted.ensureDeferred

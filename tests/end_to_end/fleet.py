@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmgw.router.sharedfile import shared_file
+from tests.ports import free_ports
+from tests.shared_files import remove_shared_files
 
 BIN = Path(sys.executable).parent
 PATIENCE = 20.0
-GIVEN: set[int] = set()
 
 
 T = TypeVar("T")
@@ -45,20 +45,6 @@ def until(found: Callable[[], T], what: str = "", seconds: float = PATIENCE) -> 
             last = error
         time.sleep(0.05)
     raise AssertionError(f"{what or found}: not within {seconds} s; last: {last!r}")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now, below the ephemeral range, spread by pid so that parallel runs seldom meet."""
-    found: list[int] = []
-    first = max(GIVEN, default=12000 + os.getpid() * 37 % 15000) + 1
-    for port in range(first, 31000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            GIVEN.add(found[-1])
-            return found
-    raise AssertionError("no free ports")
 
 
 def processes(marker: str) -> dict[int, str]:
@@ -154,7 +140,6 @@ class RealFleet:
         self.router, self.fleet = free_ports(2)
         self.socket = folder / "admin.sock"
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self._next_port = 21000 + os.getpid() * 41 % 8000
         (folder / "log").mkdir()
         shutil.copytree(authority(), folder / "pki")
 
@@ -199,12 +184,12 @@ class RealFleet:
     def write_agent(self, name: str, extra: str = "", servers: str = "") -> Path:
         if not (self.folder / "pki" / f"{name}.pem").exists():
             self.pki("node", "pki", name)
-        first, self._next_port = self._next_port, self._next_port + 40
+        ports = free_ports(40)
         path = self.folder / f"{name}.yaml"
         path.write_text(
             f"node: {name}\n{servers or f'server: 127.0.0.1:{self.fleet}'}\n"
             f"tls: {{authority: pki/ca.pem, certificate: pki/{name}.pem, key: pki/{name}.key}}\n"
-            f"state: state/{name}\naddress: 127.0.0.1\nports: {first}-{first + 39}\nmodels: [models]\n{extra}"
+            f"state: state/{name}\naddress: 127.0.0.1\nports: {ports[0]}-{ports[-1]}\nmodels: [models]\n{extra}"
         )
         return path
 
@@ -280,6 +265,5 @@ class RealFleet:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not processes(str(self.folder)), "everything killed")
-        for name in ("scoreboard", "prefixes"):  # what is killed leaves these to the next server, and here none comes
-            shared_file(self.folder / "state" / "router", name).unlink(missing_ok=True)
+        remove_shared_files(self.folder / "state" / "router")
         return left

@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from tests.end_to_end.fleet import fake_model, free_ports, processes, until
+from tests.end_to_end.fleet import fake_model, processes, until
+from tests.ports import free_port
 
 
 @contextlib.contextmanager
@@ -64,7 +65,7 @@ def test_a_certificate_of_another_authority_is_told_on_both_sides(fleet):
 def test_an_agent_goes_on_to_its_next_address(fleet):
     """A dead address, one that never answers, then the leader: linked within one round."""
     fleet.write_server(fake_model())
-    (dead,) = free_ports(1)
+    dead = free_port()
     with silent_listener() as silent:
         servers = f"servers: ['127.0.0.1:{dead}', '127.0.0.1:{silent}', '127.0.0.1:{fleet.fleet}']"
         fleet.write_agent("n1", servers=servers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from attrs import evolve
 from OpenSSL import SSL
-from twisted.internet.defer import Deferred, succeed
 from twisted.internet.interfaces import IOpenSSLClientConnectionCreator
 from twisted.internet.protocol import Factory, Protocol
 from twisted.protocols.tls import TLSMemoryBIOFactory
@@ -13,9 +12,7 @@ from zope.interface import implementer
 from llmgw.fleet.node import Inventory, NodeFacts
 from llmgw.wire.codec import decode_from_server, encode
 from llmgw.wire.framing import LineSplitter
-from llmgw.wire.identity import PeerCertificate
-from llmgw.wire.messages import PROTOCOL, Beat, Done, Goaway, Refused, Register, Report
-from llmgw.wire.tls import LinkTls, TlsIdentity
+from llmgw.wire.messages import PROTOCOL, Beat, Goaway, Refused, Register, Report
 
 SERVER = "10.0.0.1"
 
@@ -130,18 +127,3 @@ def joined(world, name="n1", instance="i-1", boot="b-1", host="10.0.0.9", **more
     world.net.until(lambda: len(peer.heard) > 1 or peer.lost, 1)
     assert peer.word is None and peer.lost is None, (peer.word, peer.lost)
     return peer
-
-
-def link_tls(world, name, pair):
-    """The agent's own TLS with any certificate."""
-    own = PeerCertificate.read(pair.certificate)
-    return LinkTls(TlsIdentity(own, [pair.certificate], pair.key, [world.fleet.authority.certificate]))
-
-
-def never(_message):
-    """An answer that does not come."""
-    return Deferred()
-
-
-def answered(message):
-    return succeed(Done(message.operation, True))

@@ -29,6 +29,7 @@ from llmgw.wire.messages import (
     FetchLog,
     Inspect,
     Register,
+    Report,
     Welcome,
 )
 from llmgw.wire.parts import Joiner
@@ -135,6 +136,9 @@ class Talk:
         self.over.callback(ending)
 
     def _send(self, message: AgentMessage) -> None:
+        if isinstance(message, Report):  # whoever made it: as of which orders it is true is known only here
+            applied, clock = self._common.applied, self._common.wall()
+            message = evolve(message, epoch=applied.epoch, revision=applied.revision, clock=clock)
         self.link.send(message)
 
     def _dispatch(self, message: Message) -> None:
@@ -151,9 +155,7 @@ class Talk:
             self._send(Done(message.operation, False, "unsupported", {"text": f"this agent does not know {message.type}"}))
 
     def _report(self, beat: int = 0) -> None:
-        applied = self._common.applied
-        report = self._common.node.report(beat)
-        self._send(evolve(report, beat=beat, epoch=applied.epoch, revision=applied.revision, clock=self._common.wall()))
+        self._send(evolve(self._common.node.report(beat), beat=beat))
 
     def _desired(self, message: Desired) -> None:
         applied = self._common.applied

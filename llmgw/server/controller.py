@@ -204,7 +204,7 @@ class Controller:
             return
         for event in events:
             if event.tail:
-                self.members.tails.pop(event.subject, None)
+                self.members.told_tail(event.node, event.subject)
         self.truth.nodes.update(outcome.nodes)
         self.outcome = outcome
         if not self._planning:
@@ -224,7 +224,7 @@ class Controller:
     def _with_tail(self, event: FleetEvent) -> FleetEvent:
         """The event of a failure gets the end of the engine's output."""
         failed = event.after in (ShardState.BACKOFF, ShardState.FAILED)
-        return evolve(event, tail=self.members.tails.get(event.subject, ())) if failed else event
+        return evolve(event, tail=self.members.tail(event.node, event.subject)) if failed else event
 
     def epoch_moved(self) -> None:
         """The leadership was raised or lost: what was sent under the epoch before has to be said anew."""
@@ -255,7 +255,7 @@ class Controller:
             began=self._began,
             settling=self._fresh and members.history and now - self._began_at < self.timing.failover_grace,
             weights=self.weights.found,
-            declined=members.declined,
+            declined=members.declined(self.truth.shards.values()),
             unrouted=frozenset(replicas.unrouted),
             idle=replicas.idle(),
             demand=self.demand.wanted,

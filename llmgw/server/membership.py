@@ -6,17 +6,24 @@ C{status}, but only nodes with a link speak for a plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from attrs import evolve, frozen
 from twisted.logger import Logger
 
 from llmgw.fleet.node import Inventory, NodeFacts
+from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import ShardReport, Wanted
 from llmgw.planning.world import Declined, Told
 from llmgw.wire.messages import Done, Event, Register, Report
 
 TAIL = 50
+# Of how many shards a node's refusals and last outputs are kept: an agent may name shards that nobody knows.
+MOST_NAMED = 256
+
+_T = TypeVar("_T")
+Named = dict[str, dict[str, _T]]
 
 
 @frozen
@@ -47,8 +54,8 @@ class Membership:
         self.left_at: dict[str, float] = {}
         self.left: dict[str, str] = {}
         self.reported: set[str] = set()
-        self.declined: dict[str, Declined] = {}
-        self.tails: dict[str, tuple[str, ...]] = {}
+        self._declined: Named[Declined] = {}
+        self._tails: Named[tuple[str, ...]] = {}
         self.history = False
 
     def begin(self) -> None:
@@ -58,8 +65,8 @@ class Membership:
         self.left_at.clear()
         self.left.clear()
         self.reported.clear()
-        self.declined.clear()
-        self.tails.clear()
+        self._declined.clear()
+        self._tails.clear()
         self.history = False
 
     def joined(self, node: str, session: str, register: Register, expires: float | None) -> None:
@@ -88,9 +95,9 @@ class Membership:
         self.present[node] = evolve(here, facts=facts, told=told)
         self.last[node] = told
         for report in message.shards:
-            known = self.declined.get(report.shard)
+            known = self._declined.get(node, {}).get(report.shard)
             if known and report.attempt >= known.attempt and report.state.live:
-                del self.declined[report.shard]
+                del self._declined[node][report.shard]
         if changed:
             self._news()
         return True
@@ -98,7 +105,7 @@ class Membership:
     def event(self, node: str, session: str, message: Event) -> None:
         """A transition also comes by a report; what only the event has is the end of the output."""
         if message.tail and self._of(node, session) is not None:
-            self.tails[message.shard] = message.tail[-TAIL:]
+            _remember(self._tails, node, message.shard, message.tail[-TAIL:])
 
     def done(self, node: str, session: str, message: Done) -> None:
         """An order was followed, or was declined: then why is kept until the next attempt."""
@@ -110,7 +117,7 @@ class Membership:
         text = str(message.result.get("text") or message.error)
         self.log.debug("{node} could not do {operation}: {text}", node=node, operation=message.operation, text=text)
         if kind == Wanted.RUN and attempt.isdecimal() and tail:
-            self.declined[shard] = Declined(int(attempt), message.error, text)
+            _remember(self._declined, node, shard, Declined(int(attempt), message.error, text))
             self._news()
 
     def gone(self, node: str, session: str, reason: str) -> bool:
@@ -127,10 +134,35 @@ class Membership:
         here = self.present.get(node)
         return here if here is not None and here.session == session else None
 
+    def declined(self, shards: Iterable[ShardRecord]) -> dict[str, Declined]:
+        """What nodes declined of C{shards}, each only for those that are placed on it."""
+        found = {}
+        for record in shards:
+            if record.allocation and (said := self._declined.get(record.allocation.node, {}).get(record.shard)):
+                found[record.shard] = said
+        return found
+
+    def tail(self, node: str, shard: str) -> tuple[str, ...]:
+        """The end of the output that C{node} sent last of an attempt of C{shard} that failed there."""
+        return self._tails.get(node, {}).get(shard, ())
+
+    def told_tail(self, node: str, shard: str) -> None:
+        """It is kept with an event now."""
+        self._tails.get(node, {}).pop(shard, None)
+
     def report_of(self, node: str, shard: str) -> ShardReport | None:
         """What a node said last of one of its shards, also when it is away now."""
         told = self.last.get(node)
         return told.shards.get(shard) if told else None
+
+
+def _remember(named: Named[_T], node: str, shard: str, what: _T) -> None:
+    """The newest are kept."""
+    mine = named.setdefault(node, {})
+    mine.pop(shard, None)
+    mine[shard] = what
+    if len(mine) > MOST_NAMED:
+        del mine[next(iter(mine))]
 
 
 def _gist(told: Told) -> object:

@@ -205,10 +205,11 @@ def _ping(link: ServerLink, core: ServerCore) -> None:
 @Live.upon(ServerLink.tick).loop()
 def _tick(link: ServerLink, core: ServerCore) -> None:
     silent = core.clock.seconds() - core.heard_at
-    if silent >= core.deadlines.missed * core.heartbeat:
+    left = core.deadlines.missed * core.heartbeat - silent
+    if left <= 0:
         link.expired(f"nothing was heard from it in {silent:.0f} s")
         return
-    core.timer.start(core.heartbeat, link.tick)
+    core.timer.start(min(core.heartbeat, left), link.tick)
     link.ping()
 
 

@@ -58,7 +58,7 @@ def test_probe_that_says_nothing_leaves_the_way_open():
 
 
 @given(st.lists(st.sampled_from(["failed", "succeeded", "neutral", "trying"]), max_size=50))
-def test_there_is_always_a_way_back(steps):
+def test_j9_there_is_always_a_way_back(steps):
     """J9: whatever has happened, it is closed or may be probed within the open time."""
     breaker, now = Breaker(), 0.0
     for step in steps:

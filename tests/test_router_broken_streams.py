@@ -179,17 +179,21 @@ def test_b1_anthropic_client_raises(rig):
 
 
 def test_b3_error_event_of_the_engine_passes(rig):
-    """B3: an error inside a stream that is the engine's own goes through unchanged."""
+    """B3: an error inside a stream that is the engine's own goes through unchanged, and is counted as one."""
     said = b'data: {"error":{"message":"out of memory"}}\n\n'
 
     def script(talk):
         talk.request()
-        talk.stream(EVENTS[0], said)
+        talk.send(STREAM_HEAD + chunk(EVENTS[0]))
+        time.sleep(0.05)  # so that the error is a read of its own, as events mostly are
+        talk.send(chunk(said) + b"0\r\n\r\n")
 
     with ScriptedEngine(script) as engine:
         rig.use(engine)
         with stream(rig) as raw:
             assert raw.answer()[2] == EVENTS[0] + said
+    row = rig.log(reason="engine_error")[-1]
+    assert (row["status"], row["outcome"]) == (200, "done")
 
 
 def test_b5_error_instead_of_a_stream(rig):

@@ -354,13 +354,6 @@ def test_usage_is_told_to_the_server(rig):
     assert rig.log(outcome="client_gone")[-1]["completion"] >= 5
 
 
-def scrape(rig):
-    rig.heard.clear()
-    rig.channel.sendall(b'{"type":"metrics","request":7}\n')
-    text = until(lambda: [m for m in rig.heard if m["type"] == "metrics"])[0]["text"]
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if not line.startswith("#")}
-
-
 def test_metrics(rig):
     """Counters move with what happens, and gauges are back at 0 afterwards."""
 
@@ -373,14 +366,14 @@ def test_metrics(rig):
 
     with ScriptedEngine(script) as engine:
         rig.use(engine)
-        before = scrape(rig)
+        before = rig.scrape()
         for _ in range(3):
             rig.post()
         with rig.client() as raw:
             raw.send(request_bytes())
             raw.answer()
         rig.post(body={"model": "nobody"})
-        after = scrape(rig)
+        after = rig.scrape()
 
     def grown(name):
         return after[name] - before.get(name, 0)

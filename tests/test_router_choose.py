@@ -61,13 +61,13 @@ def make(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["least_inflight", "least_cost"])
-def test_simultaneous_arrivals_spread(make, policy):
+def test_i8_simultaneous_arrivals_spread(make, policy):
     """I8: load is counted at dispatch, so that 100 arrivals at 4 idle endpoints are 25 each."""
     rig = make(4)
     assert set(rig.send(rig.group(policy), 100).values()) == {25}
 
 
-def test_requests_one_at_a_time_spread(make):
+def test_i7_requests_one_at_a_time_spread(make):
     """I7: prompts that share nothing and never overlap in time do not all go to the same endpoint."""
     rig = make(4)
     group = rig.group()
@@ -88,7 +88,7 @@ def test_prefix_draws_until_it_is_too_busy(make):
     assert found.id in "02" and why == "spill"
 
 
-def test_one_prefix_for_all_does_not_make_a_hotspot(make):
+def test_i1_one_prefix_for_all_does_not_make_a_hotspot(make):
     """I1: 480 requests at once with one shared prefix end up nearly even over 8 endpoints."""
     rig = make(8)
     group, held = rig.group(), {}
@@ -112,7 +112,7 @@ def test_session_stays_where_it_is(make):
     assert group.choose(0.0, session=0)[1] == "spill"
 
 
-def test_sessions_are_sticky_under_light_load(make):
+def test_i2_sessions_are_sticky_under_light_load(make):
     """I2: 200 sessions of 10 turns: 95 % of the turns go to where the session was; a lost endpoint moves only its own."""
     rig = make(8)
     group, homes, stayed = rig.group(), {}, 0
@@ -135,7 +135,7 @@ def test_sessions_are_sticky_under_light_load(make):
         assert found.id == str(home) or home == 3
 
 
-def test_round_robin_counts_for_each_model(make):
+def test_i4_round_robin_counts_for_each_model(make):
     """I4: two models that are asked in turn are each spread evenly."""
     rig = make(4)
     one, two = rig.group("round_robin"), rig.group("round_robin")
@@ -208,7 +208,7 @@ def test_probe_is_told(make):
     assert group.choose(10.0 + OPEN_FOR) == (None, "open")
 
 
-def test_endpoint_that_turns_away_quickly_draws_nothing(make):
+def test_i3_endpoint_that_turns_away_quickly_draws_nothing(make):
     """I3: an endpoint that answers 503 at once is always the least loaded; others are preferred for a second."""
     rig = make(2)
     group = rig.group("least_inflight")

@@ -117,7 +117,7 @@ def test_only_replica_speaks_for_itself(rig, status):
         assert len(engine.requests) == 1
 
 
-def test_b4_never_again_for_the_requests_own_fault(rig):
+def test_b4_j1_never_again_for_the_requests_own_fault(rig):
     """B4, J1: a request that an engine finds wrong is not tried elsewhere, however often, and opens no breaker."""
     with ScriptedEngine(answering(b"400 Bad")) as one, ScriptedEngine(answering(b"400 Bad")) as two:
         rig.use(one, two)

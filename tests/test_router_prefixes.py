@@ -70,7 +70,7 @@ def test_endless_prompts_are_cut():
     assert len(block_hashes(b"x" * BLOCK * (MAX_BLOCKS + 5), SEED)) == MAX_BLOCKS
 
 
-def test_models_share_nothing(table):
+def test_i11_models_share_nothing(table):
     """I11: the same prompt for another model, adapter or set of tools is another prefix."""
     table.insert(block_hashes(text(1, 2), SEED), ROWS[0], 1.0)
     for seed in (seed_of("other"), seed_of("m", b'[{"type":"function"}]')):
@@ -145,7 +145,7 @@ def test_any_bits_are_harmless(tmp_path_factory, junk, seed):
     table.close()
 
 
-def test_hints_are_seen_by_other_processes(table, tmp_path):
+def test_i9_hints_are_seen_by_other_processes(table, tmp_path):
     """What one worker inserts, another one finds, though it hashes by itself."""
     program = (
         "import sys; from pathlib import Path; from tests.test_router_prefixes import *;"

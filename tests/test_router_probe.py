@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from llmgw.router.breaker import OPEN_FOR
 from llmgw.router.probe import FAILURES, Prober
@@ -99,6 +101,30 @@ def test_replicas_of_ours_are_not_probed(loop):
         world.round()
         assert not engine.conversations
         world.end()
+
+
+def test_k3_a_name_is_resolved_for_each_connection(loop, monkeypatch):
+    """K3: when an endpoint's name leads elsewhere, the next connection goes there; nothing is kept of what it was."""
+
+    def script(talk):
+        while talk.request():
+            talk.answer(b"{}")
+
+    with ScriptedEngine(script) as old, ScriptedEngine(script) as new:
+        now = [old]
+
+        async def resolve(host, port, **_):
+            assert host == "engine.example"
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", now[0].port))]
+
+        monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        world = World(loop, old)
+        world.upstream.config = replace(world.upstream.config, host="engine.example")
+        world.round()
+        now[0] = new
+        world.round()
+        world.end()
+        assert (len(old.requests), len(new.requests)) == (1, 1)
 
 
 @pytest.mark.parametrize(

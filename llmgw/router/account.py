@@ -117,10 +117,10 @@ class Accounts:
 
     def _unusual(self, exchange: Exchange) -> None:
         if exchange.body.stream and exchange.first:
-            if exchange.outcome == "done":
+            if exchange.outcome == "done" and not exchange.reason:
                 self._done[0] += 1
             else:
-                self.metrics.streams.cell(exchange.outcome)[0] += 1
+                self.metrics.streams.cell(exchange.outcome if exchange.outcome != "done" else exchange.reason)[0] += 1
         if exchange.outcome == "client_gone":
             self.metrics.cancels.cell(_PHASES[exchange.phase])[0] += 1
         if exchange.retries:

@@ -7,7 +7,7 @@ usage is read as it goes by, and taken out where the client did not ask for it (
 
 from __future__ import annotations
 
-from llmgw.router.errors import reason_phrase
+from llmgw.router.errors import ERROR_MARKS, reason_phrase
 from llmgw.router.request import Field
 from llmgw.router.upstream import LENGTH
 from llmgw.router.usage import MARKS, TAIL, StreamUsage, Usage, of_body
@@ -27,12 +27,13 @@ class Answer:
     @ivar head: the head for the client, up to the fields that the relay adds; no empty line yet.
     @ivar sse: it is an event stream.
     @ivar chunked: it is sent in chunks. If neither this nor C{plain}, it ends with the connection.
-    @ivar plain: it has a length, known before.
+    @ivar plain: it has a length, known before, or can have no body (204, 304).
     @ivar events: about how many have gone through L{feed}.
     @ivar torn: what went out last was not the end of an event.
+    @ivar failed: the engine has told an error within the stream, and that is all that the client learns of it.
     """
 
-    __slots__ = ("_held", "_tail", "_usage", "chunked", "events", "head", "plain", "sse", "status", "torn")
+    __slots__ = ("_held", "_tail", "_usage", "chunked", "events", "failed", "head", "plain", "sse", "status", "torn")
 
     def __init__(self, status: int, fields: list[Field], framing: str, http11: bool, count: bool, hide: bool) -> None:
         """
@@ -42,7 +43,7 @@ class Answer:
         """
         self.status = status
         self.sse = False
-        self.torn = False
+        self.torn = self.failed = False
         self.events = 0
         self._held = b""
         self._tail: bytes | None = b"" if count and status == 200 else None
@@ -69,9 +70,12 @@ class Answer:
             lines = [line for line in lines if line.partition(b" ")[0] not in hidden]
         if self.sse:
             lines.append(_SSE)
-        self.plain = framing == LENGTH and not self.sse
+        bodiless = self.status in (204, 304)
+        self.plain = (framing == LENGTH and not self.sse) or bodiless
         self.chunked = http11 and not self.plain
-        if self.plain:
+        if bodiless:
+            pass
+        elif self.plain:
             lines.append(b"content-length: %b\r\n" % length)
         elif self.chunked:
             lines.append(b"transfer-encoding: chunked\r\n")
@@ -82,6 +86,7 @@ class Answer:
         if self.sse:
             data = self._whole_events(data, done)
             self.events += data.count(b"\n\n") or 1
+            self.failed = self.failed or ERROR_MARKS[0] in data or ERROR_MARKS[1] in data
             if self._usage is not None and (MARKS[0] in data or MARKS[1] in data):
                 data = self._usage.look(data)
         elif self._tail is not None:

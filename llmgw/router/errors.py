@@ -16,6 +16,8 @@ from llmgw.errors import LlmgwError
 OPENAI = "openai"
 ANTHROPIC = "anthropic"
 RESPONSES = "responses"
+# What an engine's error event has, in any of the three APIs. It cannot stand inside a JSON string: there quotes are escaped.
+ERROR_MARKS = (b'"error":{', b'"error": {')
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",

@@ -45,7 +45,8 @@ class Exchange:
     @ivar state: C{queued}, C{connect}, C{first_token}, C{flowing}, C{over}.
     @ivar outcome: how it ended, for metrics and the log: C{done}, C{client_gone}, C{upstream_error}, C{timeout}, C{refused} or
         C{cut}.
-    @ivar reason: the code of the error that it was answered with, or its stream ended with; empty if it was none of ours.
+    @ivar reason: the code of the error that it was answered with, or its stream ended with; empty if it was none of ours;
+        C{engine_error} if the engine told an error within its stream.
     @ivar phase: the state in which it ended.
     @ivar why: why this endpoint (see router/choose.py).
     @ivar retries: how many endpoints failed it before, the last time because of C{cause}.
@@ -430,6 +431,8 @@ class Exchange:
                 connection.abort()
         if self._answer is not None:
             self.usage = self._answer.usage(outcome == "done", client.moved - self._moved, self.body.size)
+            if self._answer.failed and not self.reason:
+                self.reason = "engine_error"
         grant, self._grant = self._grant, UNLIMITED
         door.finished(self, grant)
         if outcome == "done":

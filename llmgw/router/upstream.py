@@ -7,7 +7,7 @@ What may surprise:
     fresh one, which is why L{EngineConnection.reused} is remembered.
   - The parser looks on from the side. A read that is exactly one chunk holding whole events (nearly all are) is passed on as it
     came, without the parser seeing it: it stands between two chunks before and after. Comparing its first and last bytes decides
-    that; only one that does not end like a token is searched for the engine's count of tokens.
+    that; only one that does not end like a token is searched for the engine's count of tokens, and for its error.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ EVENT_END = b"\n\n\r\n"
 # A chunk whose last field is its choices, as most are: then it is not the one with the usage, which comes last or has none.
 DELTA_END = b"}]}\n\n\r\n"
 _LARGEST_CHUNK = 16 * 1024
+_FIRST_WORDS = 64
 _monotonic = time.monotonic
 
 
@@ -50,6 +51,11 @@ def _chunk_heads() -> dict[int, bytes]:
 
 CHUNK_HEADS = _chunk_heads()
 _NO_HEAD = b"\0"
+
+
+def _notable(data: bytes) -> bool:
+    """Whether these events may say something of tokens or of an error, which stands in the first words if at all."""
+    return MARKS[0] in data or MARKS[1] in data or data.find(b"error", 0, _FIRST_WORDS) >= 0
 
 
 class Reader(Protocol):
@@ -133,7 +139,7 @@ class EngineConnection(asyncio.Protocol):
         if (
             raw is not None
             and data.startswith(CHUNK_HEADS.get(len(data), _NO_HEAD))
-            and (data.endswith(DELTA_END) or (data.endswith(EVENT_END) and MARKS[0] not in data and MARKS[1] not in data))
+            and (data.endswith(DELTA_END) or (data.endswith(EVENT_END) and not _notable(data)))
         ):
             self.client.moved += 1
             raw(data)

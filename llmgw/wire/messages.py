@@ -1,55 +1,76 @@
 """The protocol of the link, C{llmgw/1}: what is said, by whom, and what answers it.
 
-UTF-8 JSON objects over mutual TLS 1.3 (ALPN C{llmgw/1}), one per line, C{\\n} at the end, at most 1 MiB a line and 32 levels
-deep. Every object has a C{type}. Unknown keys are ignored; an unknown type is answered C{done} with C{error: unsupported}.
-Durations are seconds, sizes bytes, clocks seconds since 1970 (shown, never compared for a decision).
+UTF-8 JSON objects over mutual TLS 1.3 (ALPN C{llmgw/1}), one per line, C{\\n} at the end, at most 1 MiB a line without it and
+32 levels deep. Every object has a C{type}; its other keys are those in the table, and a key that has a default may be left
+out. Unknown keys are ignored. An unknown type on an accepted link is answered C{done} with C{error: unsupported} by an agent
+and left unanswered by a server; before that it breaks the protocol, as does anything out of turn. Durations are seconds, sizes
+bytes, clocks seconds since 1970 (shown, never compared for a decision).
 
     server                                        agent
       -> welcome                                    (the agent writes nothing before it)
                                   register <-       after its adoption scan
       -> accepted                                   from here on the agent is this session's
+                                    report <-
       -> desired (part 1/2), desired (2/2)
+                                    report <-       at once after the last part
                                       done <-       per operation, when its effect is there or cannot be
-                                    report <-       at once after each desired, each transition, each beat; else each heartbeat
-                                     event <-       one transition, with its reason
-      -> beat                                       each heartbeat; answered by a report that carries its serial
-      -> inspect / fetch_log / fetch / act
+                             event, report <-       at each transition: the event at once, the reports of one turn together
+      -> beat                                       each heartbeat
+                                    report <-       with its serial
+      -> inspect / fetch_log
                                       done <-       with the same operation id
       -> goaway, then close                         or: bye <-, then close
 
-=============  ========  =========================================================================================  ============
-type           from      carries                                                                                    answered by
-=============  ========  =========================================================================================  ============
-C{welcome}     server    minimum, maximum, server, fleet, epoch, heartbeat, spread, clock                           C{register}
-C{refused}     server    reason, text, leader, addresses, retry_after; at any time before C{accepted}, then a       -
+=============  ========  =======================================================================================  =============
+type           from      carries                                                                                  answered by
+=============  ========  =======================================================================================  =============
+C{welcome}     server    minimum, maximum, server, fleet, epoch, heartbeat, spread, clock                         C{register}
+C{refused}     server    reason, text, leader, addresses, retry_after: at any time before C{accepted}, then a     -
                          clean close
-C{register}    agent     protocol, node, instance, boot, epoch, leader, fleet, facts, shards, clock, version        C{accepted} or
-                                                                                                                    C{refused}
-C{accepted}    server    session, epoch, leader, revision                                                           C{report}
-C{desired}     leader    epoch, leader, revision, part, parts, orders: one L{ShardOrder} each                       C{done} each,
-                                                                                                                    C{report}
-C{report}      agent     epoch, revision (both as last applied), beat, shards (full; empty is news), inventory      -
-                         (when it changed, else null), clock
-C{event}       agent     shard, attempt, before, after, reason, diagnosis, tail                                     -
-C{inspect}     leader    operation, epoch, leader, weights, engine                                                  C{done}
-C{fetch_log}   leader    operation, epoch, leader, shard, attempt, offset, limit                                    C{done}
-C{done}        agent     operation, ok, error, result                                                               -
-C{beat}        server    serial, epoch, clock                                                                       C{report}
-C{goaway}      server    reason, leader, addresses, text                                                            -
-C{bye}         agent     reason, running: the shards left running                                                   -
-=============  ========  =========================================================================================  ============
+C{register}    agent     protocol, node, instance, boot, epoch, leader, facts, shards, fleet, clock, version      C{accepted} or
+                                                                                                                  C{refused}
+C{accepted}    server    session, epoch, leader, revision                                                         C{report}
+C{desired}     leader    epoch, leader, revision, part, parts, orders: one L{ShardOrder} each                     C{done} each,
+                                                                                                                  C{report}
+C{report}      agent     epoch, revision, shards, inventory, beat, clock: epoch and revision as last applied,     -
+                         all shards (none is news), the inventory when it changed, else null; the serial of
+                         the beat that it answers, else 0
+C{event}       agent     shard, attempt, before, after, reason, diagnosis, tail, at                               -
+C{inspect}     leader    operation, epoch, leader, weights, engine                                                C{done}
+C{fetch_log}   leader    operation, epoch, leader, shard, attempt, offset, limit                                  C{done}
+C{done}        agent     operation, ok, error, result                                                             -
+C{beat}        server    serial, epoch, clock                                                                     C{report}
+C{goaway}      server    reason, leader, addresses, text: then a clean close                                      -
+C{bye}         agent     reason, running: the shards left running; then a clean close                             -
+=============  ========  =======================================================================================  =============
 
-Reasons of C{refused}: C{standby}, C{starting}, C{name_mismatch}, C{name_in_use}, C{revoked}, C{wrong_fleet},
-C{protocol}, C{malformed}, C{wrong_role}.
+Reasons of C{refused}; in the server's log all but the first two name the certificate:
+
+ - C{standby}: another server leads, or may; C{leader} and C{addresses} where that is known.
+ - C{starting}: this server will lead, stops, or has failed over this very agent; come again.
+ - C{certificate}: it carries no identity, several, or a purpose that is not its role's.
+ - C{wrong_role}: it is no node's. C{wrong_fleet}: it is of another fleet, or the agent says that it is.
+ - C{name_mismatch}: the registration is for another node than the certificate.
+ - C{name_in_use}: another agent of that name answers, or had it when it was lost.
+ - C{revoked}: an operator removed the node.
+ - C{protocol}: no common version. C{malformed}: it broke the protocol.
+
+What a server cannot say in a message it only notes as a refusal of its own: C{crowded} (too many wait, closed before TLS), C{tls}
+(there was no TLS) and C{link} (TLS was there, but no registration in time).
+
+Reasons of C{goaway}: C{standby}, C{stopping}, C{replaced} (the same agent came again, or another while this one did not answer),
+C{removed}, C{malformed}. Errors of C{done} from the link: C{stale_epoch}, C{epoch_conflict}, C{stale_revision}, C{fence} (the new
+leader cannot be noted on disk), C{unsupported}, C{unsendable} and C{failed}; any other is the node's, as C{port_in_use}.
 
 Rules that are easy to break:
 
  - C{register.shards} and C{report.shards} are always the whole list. A shard missing from it is gone only when the report's
-   C{(epoch, revision)} is not older than the placement of that shard.
- - A C{desired} counts only when all its parts, of one C{(epoch, revision)}, have come. A shard that no entry names is left
-   as it is.
+   C{(epoch, revision)} is not older than the placement of that shard, or when the node had said before that it runs.
+ - A C{desired} counts only when all its parts, of one C{(epoch, revision)}, have come in order; a part 1 begins anew, so a server
+   may drop the rest of one for the next. A shard that no entry names is left as it is.
  - The agent refuses a lower epoch than its own, and its own epoch from another leader: C{done} with C{error: stale_epoch} or
-   C{epoch_conflict}, its own epoch and leader in C{result}. It stores a higher one on disk before it acts on it.
+   C{epoch_conflict} per operation (one with an empty operation where there is none), its own epoch and leader in C{result}. It
+   stores a higher one on disk before it acts on it. A lower revision of the same epoch is C{stale_revision}.
  - C{done} for an operation that was done before is the same C{done} again, without a second effect.
 """
 

@@ -137,7 +137,7 @@ def test_a_removed_node_leaves_no_half_of_a_gang():
     fleet.lead([model("g", 1, devices=2, nodes=2)])
     fleet.until(lambda: fleet.ready("g") == 1, "the gang serves")
     gone = next(agent for agent in fleet.agents.values() if "g/1/1" in agent.engines)
-    Operations(fleet.controller).remove(gone.name)
+    Operations(fleet.controller).remove(gone.name, force=True)
     gone.alive = False
     gone.engines.clear()
     fleet.until(lambda: fleet.ready("g") == 1 and "g/2" in fleet.routers.routed, "elsewhere")

@@ -104,7 +104,12 @@ class Handlers:
         removals, dry = fields.flag("allow_removals"), fields.flag("dry_run")
         revision = fields.integer("check_revision", None, low=0)
         done = await self._server.catalogs.apply(
-            new, f"apply {path} by {fields.by}", allow_removals=removals, check_revision=revision, dry_run=dry
+            new,
+            f"apply {path} by {fields.by}",
+            allow_removals=removals,
+            check_revision=revision,
+            dry_run=dry,
+            allow_outage=fields.flag("allow_outage"),
         )
         now = self._server.controller.truth.catalog_revision
         text = f"catalog {now} -> {done.revision} would" if dry else f"catalog {done.revision}"
@@ -156,7 +161,8 @@ class Handlers:
         force, outage = fields.flag("force"), fields.flag("allow_outage")
         lines = await self._server.operations.drain(nodes, deadline, force, outage, fields.by)
         limit = self._server.settings.timing.node_drain if deadline is None else deadline
-        return {"text": f"draining; what still runs in {show_duration(limit)} is stopped", "lines": lines, "nodes": nodes}
+        text = f"draining; what still runs in {show_duration(limit)} is stopped"
+        return {"text": text, "lines": lines, "nodes": nodes, "deadline": limit}
 
     async def cordon(self, fields: Fields) -> Data:
         """Close nodes."""
@@ -172,10 +178,13 @@ class Handlers:
 
     async def restart(self, fields: Fields) -> Data:
         """Replace replicas."""
-        model, node = fields.text("model"), fields.text("node", None)
+        model, node = fields.text("model", None), fields.text("node", None)
         number = fields.integer("replica", None, low=0)
+        if model is None and (node is None or number is not None):
+            raise BadRequest("say which model, or which node for all replicas there")
         chosen = await self._server.operations.restart(model, node, number, fields.flag("allow_outage"), fields.by)
-        return {"text": f"{', '.join(chosen)}: replaced one at a time; follow it with: llmgw wait {model}", "replicas": chosen}
+        follow = f"llmgw wait {model}" if model else "llmgw status"
+        return {"text": f"{', '.join(chosen)}: replaced one at a time; follow it with: {follow}", "replicas": chosen}
 
     async def rollout(self, fields: Fields) -> Data:
         """How far the change of a model is."""
@@ -220,7 +229,7 @@ class Handlers:
     async def node_remove(self, fields: Fields) -> Data:
         """Refuse a node."""
         name = fields.text("name")
-        await self._server.operations.remove(name, fields.by)
+        await self._server.operations.remove(name, fields.flag("force"), fields.by)
         return {"text": f"{name} is removed and will be refused; engines on it, if any, go on"}
 
     async def keys(self, fields: Fields) -> Data:

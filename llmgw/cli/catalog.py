@@ -33,15 +33,18 @@ def _read(file: Path) -> str:
 @FILE
 @REMOVALS
 @click.option("--check-revision", type=click.IntRange(0), metavar="N", help="Refuse if the catalog in force is not N any more.")
+@click.option("--allow-outage", is_flag=True, help="Even if a model's only replica has to stop before its successor starts.")
 @json_option
 @pass_session
-def apply_command(session: Session, file: Path, allow_removals: bool, check_revision: int | None) -> None:
+def apply_command(session: Session, file: Path, allow_removals: bool, check_revision: int | None, allow_outage: bool) -> None:
     """Make the models in FILE the catalog in force.
+
+    A changed profile replaces a model's replicas one at a time; how is said at once. Follow it with: llmgw rollout MODEL.
 
     FILE is a server.yaml, of which only models is looked at, or a file of models alone. A model that is missing from
     it is kept; to stop one write "replicas: 0", to remove it use --allow-removals.
     """
-    session.show(_apply(session.client, file, allow_removals, check_revision, dry_run=False))
+    session.show(_apply(session.client, file, allow_removals, check_revision, dry_run=False, allow_outage=allow_outage))
 
 
 @click.command(name="plan")
@@ -54,8 +57,11 @@ def plan_command(session: Session, file: Path, allow_removals: bool) -> None:
     session.show(_apply(session.client, file, allow_removals, None, dry_run=True))
 
 
-def _apply(client: Client, file: Path, allow_removals: bool, revision: int | None, dry_run: bool) -> Answer:
+def _apply(
+    client: Client, file: Path, allow_removals: bool, revision: int | None, dry_run: bool, allow_outage: bool = False
+) -> Answer:
     body: dict[str, Any] = {"text": _read(file), "path": str(file.absolute()), "allow_removals": allow_removals}
+    body |= {"allow_outage": True} if allow_outage else {}
     return client.post("/v1/apply", **body, check_revision=revision, dry_run=dry_run)
 
 
@@ -86,7 +92,7 @@ def _wait(client: Client, model: str, until: float, timeout: float) -> Answer:
     said = ""
     while True:
         found, state = _look(client, model)
-        if found and found.get("ready", 0) >= found.get("wanted", 0):
+        if found and _settled(found):
             return found
         if state != said:
             click.echo(escape(f"{model}: {state}"), err=True)
@@ -94,6 +100,24 @@ def _wait(client: Client, model: str, until: float, timeout: float) -> Answer:
         if time.monotonic() >= until:
             raise NotReady(f"{model} is not ready after {show_duration(timeout)}: {state}; see: llmgw explain {model}")
         time.sleep(min(POLL, max(0.0, until - time.monotonic())))
+
+
+def _settled(found: Answer) -> bool:
+    """Whether as many replicas as wanted are ready and none of them is about to be replaced."""
+    changing = _state(found) in ("running", "paused")
+    return not changing and _current(found) >= found.get("wanted", 0)
+
+
+def _current(found: Answer) -> int:
+    """How many ready replicas are as they shall be."""
+    if "generation" not in found:
+        return int(found.get("ready", 0))
+    ready = [replica for replica in found.get("replicas") or () if replica.get("state") == "ready" and not replica.get("replace")]
+    return sum(replica.get("generation") == found["generation"] for replica in ready)
+
+
+def _state(found: Answer) -> str:
+    return str((found.get("rollout") or {}).get("state", ""))
 
 
 def _look(client: Client, model: str) -> tuple[Answer | None, str]:
@@ -107,11 +131,13 @@ def _look(client: Client, model: str) -> tuple[Answer | None, str]:
     found: Answer | None = next((each for each in status.get("models") or () if each["name"] == model), None)
     if found is None:
         raise NotReady(f"there is no model {model!r} in the catalog (an alias is not enough)")
+    if _state(found) == "rolled_back":
+        raise NotReady(f"{model}: {found['rollout']['reason']}; see: llmgw rollout {model}")
     waiting = [replica for replica in found.get("replicas") or () if replica.get("state") != "ready"]
     # No duration in these words: they are printed whenever they change.
     words = " · ".join(replica_text(_timeless(replica), 0) for replica in waiting)
-    state = f"{found.get('ready', 0)}/{found.get('wanted', 0)} ready" + (f": {words or found.get('reason') or ''}").rstrip(": ")
-    if waiting and all(replica.get("state") == "failed" for replica in waiting):
+    state = f"{_current(found)}/{found.get('wanted', 0)} ready" + (f": {words or found.get('reason') or ''}").rstrip(": ")
+    if waiting and all(replica.get("state") == "failed" for replica in waiting) and _state(found) != "running":
         raise NotReady(f"{model} will not become ready by itself: {state}; then: llmgw restart {model}")
     return found, state
 

@@ -7,21 +7,6 @@ import click
 from llmgw.cli.session import Session, json_option, pass_session
 
 
-@click.command(name="rollout")
-@click.argument("model")
-@click.option("--pause", "action", flag_value="pause", help="Change no further replica for now.")
-@click.option("--resume", "action", flag_value="resume", help="Go on.")
-@click.option("--undo", "action", flag_value="undo", help="Go back to what was there before.")
-@json_option
-@pass_session
-def rollout_command(session: Session, model: str, action: str | None) -> None:
-    """Show or steer the change of MODEL to its new profile."""
-    if action:
-        session.show(session.client.post("/v1/rollout", model=model, action=action))
-    else:
-        session.show(session.client.get("/v1/rollout", model=model))
-
-
 @click.command(name="estimate")
 @click.argument("model")
 @json_option

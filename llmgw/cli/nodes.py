@@ -34,14 +34,15 @@ def reset_command(session: Session, name: str) -> None:
 
 @node_command.command(name="remove")
 @click.argument("name")
+@click.option("--force", is_flag=True, help="Even while replicas may run there: they are forgotten, not stopped.")
 @json_option
 @pass_session
-def remove_command(session: Session, name: str) -> None:
+def remove_command(session: Session, name: str, force: bool) -> None:
     """Forget node NAME and refuse it from now on, whatever certificate it shows.
 
     Its engines are not stopped: drain it first.
     """
-    session.show(session.client.post("/v1/node/remove", name=name))
+    session.show(session.client.post("/v1/node/remove", name=name, force=force))
 
 
 @click.command(name="refusals")

@@ -13,16 +13,27 @@ OUTAGE = click.option("--allow-outage", is_flag=True, help="Even if a model is t
 @click.command(name="drain")
 @NODES
 @click.option("--deadline", type=duration, help="How long running requests may take, e.g. 30m; default: timing.node_drain.")
-@click.option("--force", is_flag=True, help="Even if there is no room elsewhere for what runs there.")
+@click.option("--wait", is_flag=True, help="Return only when nothing runs there any more; tells how far it is.")
+@click.option("--force", is_flag=True, help="Begin at once, without waiting for successors elsewhere; requests still finish.")
 @OUTAGE
 @json_option
 @pass_session
-def drain_command(session: Session, nodes: tuple[str, ...], deadline: float | None, force: bool, allow_outage: bool) -> None:
+def drain_command(
+    session: Session, nodes: tuple[str, ...], deadline: float | None, wait: bool, force: bool, allow_outage: bool
+) -> None:
     """Move what runs on NODE... elsewhere, finish its requests, and place nothing there.
 
-    uncordon ends it.
+    A request that still runs at the deadline is ended with an error event. uncordon ends a drain.
     """
-    session.show(session.client.post("/v1/drain", nodes=list(nodes), deadline=deadline, force=force, allow_outage=allow_outage))
+    client = session.client
+    answer = client.post("/v1/drain", nodes=list(nodes), deadline=deadline, force=force, allow_outage=allow_outage)
+    if wait:
+        from llmgw.cli.draining import wait_until_drained
+
+        wait_until_drained(client, nodes, float(answer.get("deadline") or 0.0))
+        session.show(answer | {"drained": True}, lambda: f"{', '.join(nodes)}: drained")
+    else:
+        session.show(answer)
 
 
 @click.command(name="cordon")
@@ -44,17 +55,20 @@ def uncordon_command(session: Session, nodes: tuple[str, ...]) -> None:
 
 
 @click.command(name="restart")
-@click.argument("model")
-@click.option("--node", metavar="NAME", help="Only its replicas on this node.")
+@click.argument("model", required=False)
+@click.option("--node", metavar="NAME", help="Only replicas on this node; without MODEL, all of them.")
 @click.option("--replica", type=click.IntRange(0), metavar="N", help="Only this replica, by number.")
 @OUTAGE
 @json_option
 @pass_session
-def restart_command(session: Session, model: str, node: str | None, replica: int | None, allow_outage: bool) -> None:
+def restart_command(session: Session, model: str | None, node: str | None, replica: int | None, allow_outage: bool) -> None:
     """Start the replicas of MODEL afresh, one after another.
 
-    Also gives replicas that failed too often a new budget.
+    Each successor is ready before the old one drains, where there is room for both. Also gives replicas that failed too often
+    a new budget, and takes up an engine that was installed anew.
     """
+    if model is None and (node is None or replica is not None):
+        raise click.UsageError("say which MODEL, or --node for all replicas there")
     session.show(session.client.post("/v1/restart", model=model, node=node, replica=replica, allow_outage=allow_outage))
 
 

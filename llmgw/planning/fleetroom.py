@@ -16,6 +16,8 @@ from llmgw.planning.placement import Ledger, claim_of
 from llmgw.planning.room import Candidate, Claim
 from llmgw.planning.world import Draft, World
 
+# After the signals an engine's memory may take a while to be back.
+STOPPING = 30.0
 _FREE = (ShardState.FAILED, ShardState.STOPPED)
 _RESIDENT = (ShardState.LOADING, ShardState.READY, ShardState.DRAINING, ShardState.STOPPING, ShardState.UNKNOWN)
 
@@ -29,6 +31,17 @@ def ledger(draft: Draft, without: frozenset[str] = frozenset()) -> Ledger:
     for node, told in draft.world.told.items():
         claims[node] += [_stray(report) for report in told.shards.values() if _is_stray(draft, node, report)]
     return Ledger(_candidate(draft.world, node, claims[node.name]) for node in draft.nodes.values())
+
+
+def leaving(draft: Draft) -> frozenset[str]:
+    """Shards whose room will soon be free: they drain, or stop and have not been at it for longer than stopping takes."""
+    patience = draft.world.timing.stop_grace + STOPPING
+    return frozenset(
+        record.shard
+        for record in draft.shards.values()
+        if record.state is ShardState.DRAINING
+        or (record.state is ShardState.STOPPING and draft.world.now - record.since < patience)
+    )
 
 
 def _claim(record: ShardRecord) -> Claim:

@@ -153,17 +153,19 @@ def resumed(record: RolloutRecord | None, name: str, now: float, outage: bool) -
     return RolloutRecord(name, RolloutState.RUNNING, record.target, record.back, now, outage=outage)
 
 
-def undone(record: RolloutRecord | None, name: str, now: float) -> RolloutRecord:
+def undone(record: RolloutRecord | None, name: str, now: float, outage: bool) -> RolloutRecord:
     """Go back to the profile before, and stay there.
 
     @raise Senseless: there is none, or the model is there already.
     """
     if record is None or record.back is None or record.back.generation(name) == record.target.generation(name):
         raise Senseless(f"{name} has no profile to go back to: it has run none but this")
-    if record.pinned:
+    if record.pinned and outage <= record.outage:
         raise Senseless(f"{name} is back already{_standing(record)}")
+    if record.pinned:
+        return evolve(record, outage=True)
     reason = f"undone by an operator: back to profile {record.back.generation(name)}"
-    return evolve(record, state=RolloutState.UNDONE, since=now, reason=reason, paused=False, failures=())
+    return evolve(record, state=RolloutState.UNDONE, since=now, reason=reason, paused=False, outage=outage)
 
 
 def _standing(record: RolloutRecord | None) -> str:

@@ -14,10 +14,10 @@ from attrs import evolve, field, frozen
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
-from llmgw.fleet.shard import ShardState, Wanted, replica_id, shard_id
+from llmgw.fleet.shard import ShardState, Wanted, replica_id, replica_of, shard_id
 from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.explanation import Explanation
-from llmgw.planning.fleetroom import ledger, want
+from llmgw.planning.fleetroom import leaving, ledger, want
 from llmgw.planning.lifecycle import in_quarantine
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
@@ -196,6 +196,11 @@ def _make_room(work: Work, model: Model, victim: Victim, alone: bool) -> None:
         pending = Pending(want(draft, model, draft.number(model.name) + 1), Explanation(model.name, 0, ()))
     if any(verdict.checks[0].text == SEARCHING for verdict in pending.explanation.verdicts):
         return
+    soon = leaving(draft)
+    if soon and not _in_place(model, victim) and isinstance(ledger(draft, soon).place(pending.want), Placement):
+        gone = ", ".join(sorted({replica_of(shard) for shard in soon})[:4])
+        work.notes[model.name] = f"changing: waiting for the room of {gone}"
+        return
     freed = frozenset(shard.shard for shard in replica.shards)
     fits = isinstance(ledger(draft, freed).place(pending.want), Placement)
     if fits and model.rollout.strategy == "surge" and replica.generation != model.generation:
@@ -203,7 +208,7 @@ def _make_room(work: Work, model: Model, victim: Victim, alone: bool) -> None:
     elif fits and alone and not _may_fail(draft, model, victim):
         work.notes[model.name] = (
             f"{replica.id} should be replaced ({why}), but is the only one that serves and there is no room beside it. To have "
-            f"it stopped first: {_leave_for_outage(model, victim)}"
+            f"it stopped first: {_leave_for_outage(draft, model, victim)}"
         )
     elif fits:
         work.pending.pop(model.name, None)
@@ -219,14 +224,15 @@ def _may_fail(draft: Draft, model: Model, victim: Victim) -> bool:
     """Whether somebody has allowed that the model is served by nobody for a while."""
     if victim.replica.generation != model.generation:
         rollout = draft.rollouts.get(model.name)
-        return rollout is not None and (rollout.outage or rollout.pinned)
+        return rollout is not None and rollout.outage
     nodes = [draft.nodes[name] for name in victim.replica.nodes]
     return any(node.draining and node.outage for node in nodes) or any(shard.outage for shard in victim.replica.shards)
 
 
-def _leave_for_outage(model: Model, victim: Victim) -> str:
+def _leave_for_outage(draft: Draft, model: Model, victim: Victim) -> str:
     if victim.replica.generation != model.generation:
-        return f"llmgw rollout {model.name} --resume --allow-outage"
+        rollout = draft.rollouts.get(model.name)
+        return f"llmgw rollout {model.name} --{'undo' if rollout and rollout.pinned else 'resume'} --allow-outage"
     return f"llmgw restart {model.name} --replica {victim.replica.number} --allow-outage"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import evolve, frozen
 from twisted.internet.defer import Deferred
 from twisted.logger import Logger
@@ -12,12 +14,16 @@ from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Catalog, Model
 from llmgw.fleet.shard import Wanted
 from llmgw.interfaces import Flags
-from llmgw.planning.replicas import group
+from llmgw.planning.fleetroom import leaving, ledger
+from llmgw.planning.profiles import follow_rollout
+from llmgw.planning.replicas import Replica, group
 from llmgw.planning.rollout import leave
+from llmgw.planning.strategy import Decision, Way, decide
 from llmgw.planning.world import Draft
 from llmgw.server.controller import Controller
+from llmgw.server.operations import Outage
 from llmgw.server.truth import differences
-from llmgw.store.records import CatalogRevision, Change
+from llmgw.store.records import CatalogRevision, Change, Drop
 
 
 class Moved(LlmgwError):
@@ -26,11 +32,13 @@ class Moved(LlmgwError):
 
 @frozen
 class Applied:
-    """What an apply did, or would do. C{lines} are sentences for people, one a model."""
+    """What an apply did, or would do. C{lines} are sentences for people, one a model; C{decisions} are about those of them whose
+    replicas change."""
 
     revision: int
     diff: CatalogDiff
     lines: tuple[str, ...]
+    decisions: tuple[Decision, ...] = ()
 
 
 class Catalogs:
@@ -50,11 +58,15 @@ class Catalogs:
         check_revision: int | None = None,
         dry_run: bool = False,
         lenient: bool = False,
+        allow_outage: bool | None = None,
     ) -> Deferred[Applied]:
         """Make C{new} the catalog in force, with what it does not name kept.
 
         @param lenient: take profiles, too, that their engines will refuse, and only log that: at a start there may be nothing
             else to serve.
+        @param allow_outage: whether a model's only replica may stop before its successor is there; None takes the catalog all the
+            same and leaves that replica as it is.
+        @raise Outage: it may not, and there is no other way.
         @raise Moved: the catalog in force is not C{check_revision}.
         @raise llmgw.errors.Invalid: an engine would refuse a profile, or a kept model and the new ones cannot stand together.
         """
@@ -67,8 +79,13 @@ class Catalogs:
             diff = diff_catalogs(truth.catalog, new, allow_removals)
             self._ask_engines(diff, lenient)
             number = truth.catalog_revision + (not diff.empty)
-            done.append(Applied(number, diff, tuple(describe(diff))))
-            return [] if dry_run or diff.empty else self._changes(diff, number, origin)
+            decisions = self._decide(diff)
+            done.append(Applied(number, diff, tuple(describe(diff, decisions)), decisions))
+            if dry_run or diff.empty:
+                return []
+            if allow_outage is False:
+                _refuse_outage(decisions)
+            return self._changes(diff, number, origin, bool(allow_outage), decisions)
 
         return self._controller.change(make).addCallback(lambda revision: done[0])
 
@@ -92,7 +109,15 @@ class Catalogs:
             return []
         return [evolve(problem, where=".".join(filter(None, ("models", model.name, problem.where)))) for problem in found]
 
-    def _changes(self, diff: CatalogDiff, number: int, origin: str) -> list[Change]:
+    def _decide(self, diff: CatalogDiff) -> tuple[Decision, ...]:
+        """How each model whose profile changes will be brought to it."""
+        draft = Draft(evolve(self._controller.world(), catalog=diff.catalog))
+        room = ledger(draft, leaving(draft))
+        changed = [change.new for change in diff.changed if change.new.profile and change.old.profile != change.new.profile]
+        decisions = [decide(draft, model, room) for model in changed]
+        return tuple(decision for decision in decisions if decision.replicas)
+
+    def _changes(self, diff: CatalogDiff, number: int, origin: str, outage: bool, decisions: Iterable[Decision]) -> list[Change]:
         controller = self._controller
         now = controller.clocks.wall()
         draft = Draft(evolve(controller.world(), catalog=diff.catalog))
@@ -101,19 +126,38 @@ class Catalogs:
             for replica in replicas.get(model.name, []):
                 if not replica.leaving and all(shard.wanted is Wanted.RUN for shard in replica.shards):
                     leave(draft, replica, f"{model.name} was removed from the catalog")
-        text = f"catalog {number} ({origin}): " + "; ".join(describe(diff))
+        for change in diff.changed:
+            if change.new.profile is not None:
+                self._roll_out(draft, change.new, replicas.get(change.name, []), outage)
+        text = f"catalog {number} ({origin}): " + "; ".join(describe(diff, decisions))
         event = FleetEvent(now, "catalog", f"catalog {number}", text, epoch=controller.leadership.epoch)
         revision = CatalogRevision(number, dump_catalog(diff.catalog), now, origin)
-        nodes = controller.truth.nodes
-        return [revision, *differences(controller.truth, nodes, draft.shards, draft.events), event]
+        forgotten = [Drop("rollout", model.name) for model in diff.removed if model.name in controller.truth.rollouts]
+        news = differences(controller.truth, controller.truth.nodes, draft.shards, draft.events, draft.rollouts)
+        return [revision, *news, *forgotten, event]
+
+    def _roll_out(self, draft: Draft, model: Model, replicas: list[Replica], outage: bool) -> None:
+        """Begin the rollout with the revision, so that whoever looks next sees that it is not done."""
+        before = draft.rollouts.get(model.name)
+        follow_rollout(draft, model, replicas)
+        record = draft.rollouts.get(model.name)
+        if record is not None and record is not before:
+            draft.put_rollout(evolve(record, outage=outage))
 
 
-def describe(diff: CatalogDiff) -> list[str]:
-    """A sentence per model that differs or is kept."""
+def _refuse_outage(decisions: tuple[Decision, ...]) -> None:
+    found = [f"{decision.model}: {decision.text}" for decision in decisions if decision.way is Way.OUTAGE]
+    if found:
+        raise Outage(f"{'; '.join(found)}. Nothing was changed. To have that: --allow-outage")
+
+
+def describe(diff: CatalogDiff, decisions: Iterable[Decision] = ()) -> list[str]:
+    """A sentence per model that differs or is kept; of one whose replicas change also how."""
+    ways = {decision.model: decision.text for decision in decisions}
     lines = [f"add {model.name}" for model in diff.added]
     for change in diff.changed:
         facts = ", ".join(f"{key} {_show(old)} -> {_show(new)}" for key, old, new in change.facts[:6])
-        lines.append(f"change {change.name}: {facts}" + ("; its replicas are replaced one at a time" if change.replaced else ""))
+        lines.append(f"change {change.name}: {facts}" + (f": {ways[change.name]}" if change.name in ways else ""))
     lines += [f"remove {model.name}: its replicas are drained" for model in diff.removed]
     lines += [f"leave {model.name}: missing from the file, kept (remove it with --allow-removals)" for model in diff.kept]
     return lines or ["nothing changes"]

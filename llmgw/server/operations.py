@@ -12,7 +12,7 @@ from llmgw.fleet.node import NodeEvent, NodeState, next_node_state
 from llmgw.fleet.records import NodeRecord
 from llmgw.fleet.shard import ShardState, Wanted
 from llmgw.planning.adopt import Orphan, adopt, readable
-from llmgw.planning.fleetroom import ledger, want
+from llmgw.planning.fleetroom import leaving, ledger, want
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.rollout import leave
@@ -55,13 +55,13 @@ class Operations:
         """Move what runs on these nodes elsewhere. All of them are closed to new replicas first, so that nothing hops.
 
         @param deadline: seconds after which what is left is stopped; None is C{timing.node_drain}.
-        @param force: do not wait for room elsewhere.
+        @param force: everything there begins to drain at once, without waiting for successors.
         @return: sentences on what will happen.
         @raise Outage: models would be without any replica.
         """
-        return Deferred.fromCoroutine(self._drain(nodes, deadline, force or allow_outage, by))
+        return Deferred.fromCoroutine(self._drain(nodes, deadline, force, allow_outage, by))
 
-    async def _drain(self, nodes: Sequence[str], deadline: float | None, outage: bool, by: str) -> list[str]:
+    async def _drain(self, nodes: Sequence[str], deadline: float | None, force: bool, outage: bool, by: str) -> list[str]:
         controller = self._controller
         said: list[str] = []
 
@@ -74,14 +74,15 @@ class Operations:
                     draining=True,
                     cordoned=True,
                     drain_deadline=until,
-                    outage=outage,
+                    outage=outage or force,
+                    force=force,
                     reason=f"drained by {by}",
                 )
                 for name in nodes
             }
             draft = Draft(evolve(controller.world(), nodes={**controller.world().nodes, **records}))
             homeless = self._homeless(draft, nodes)
-            if homeless and not outage:
+            if homeless and not (outage or force):
                 raise Outage(
                     f"{'; '.join(homeless)}. Say --allow-outage to drain all the same, or make room first: llmgw explain MODEL"
                 )
@@ -95,7 +96,7 @@ class Operations:
 
     def _homeless(self, draft: Draft, nodes: Sequence[str]) -> list[str]:
         """The models that nobody would serve any more, each with its sentence."""
-        room, said = ledger(draft), []
+        room, said = ledger(draft, leaving(draft)), []
         for name, replicas in group(draft.shards.values()).items():
             ready = [replica for replica in replicas if replica.ready]
             staying = [replica for replica in ready if not set(replica.nodes) & set(nodes)]
@@ -104,7 +105,7 @@ class Operations:
         return said
 
     def _fits(self, draft: Draft, room: Ledger, name: str) -> bool:
-        model = draft.world.catalog.get(name)
+        model = draft.catalog.get(name)
         if model is None or model.profile is None:
             return False
         return isinstance(room.place(want(draft, model, draft.number(name) + 1)), Placement)
@@ -120,7 +121,16 @@ class Operations:
                 changes.append(
                     evolve(node, cordoned=True)
                     if on
-                    else evolve(node, cordoned=False, draining=False, drain_deadline=None, outage=False, quarantined_until=None)
+                    else evolve(
+                        node,
+                        cordoned=False,
+                        draining=False,
+                        drain_deadline=None,
+                        outage=False,
+                        force=False,
+                        reason="",
+                        quarantined_until=None,
+                    )
                 )
                 draft.say("cordon", name, f"{name}: {'cordoned' if on else 'uncordoned'} by {by}", name)
             return [*changes, *draft.events]
@@ -134,12 +144,22 @@ class Operations:
             raise Unknown(f"no node is called {name}; known: {known}")
         return record
 
-    def remove(self, name: str, by: str = OPERATOR) -> Deferred[int]:
-        """Refuse a node from now on and forget what ran there. Its engines are not stopped."""
+    def remove(self, name: str, force: bool = False, by: str = OPERATOR) -> Deferred[int]:
+        """Refuse a node from now on and forget what ran there. Its engines are not stopped.
+
+        @param force: also while replicas may still run there.
+        @raise Conflict: they may.
+        """
 
         def make() -> Iterable[Change]:
             node = self._node(name)
             draft = Draft(self._controller.world())
+            left = [r.shard for r in draft.shards.values() if r.allocation and r.allocation.node == name and r.state.live]
+            if left and not force:
+                raise Conflict(
+                    f"{name} still runs {', '.join(sorted(left)[:8])}: first llmgw drain {name} --wait. Or --force: then they "
+                    "are forgotten, and go on running there until somebody stops them on the machine"
+                )
             for replica in [one for found in group(draft.shards.values()).values() for one in found if name in one.nodes]:
                 if len(replica.shards) > 1 and not replica.leaving:
                     leave(draft, replica, f"{name} was removed", at_once=True)
@@ -174,42 +194,59 @@ class Operations:
     # Replicas.
 
     def restart(
-        self, model: str, node: str | None, number: int | None, allow_outage: bool, by: str = OPERATOR
+        self, model: str | None, node: str | None, number: int | None, allow_outage: bool, by: str = OPERATOR
     ) -> Deferred[list[str]]:
         """Replace replicas by fresh ones, one at a time; also gives those that failed too often a new budget.
 
+        @param model: whose, None for those of all models on C{node}.
         @return: the replicas concerned.
         @raise Outage: the only ready replica would go before its successor is there.
         """
         return Deferred.fromCoroutine(self._restart(model, node, number, allow_outage, by))
 
-    async def _restart(self, model: str, node: str | None, number: int | None, allow_outage: bool, by: str) -> list[str]:
+    async def _restart(self, model: str | None, node: str | None, number: int | None, outage: bool, by: str) -> list[str]:
         chosen: list[Replica] = []
 
         def make() -> Iterable[Change]:
             draft = Draft(self._controller.world())
-            here = [replica for replica in group(draft.shards.values()).get(model, []) if not replica.leaving]
-            chosen.extend(
-                replica
-                for replica in here
-                if (node is None or node in replica.nodes) and (number is None or number == replica.number)
-            )
-            if not chosen:
-                raise Unknown(f"{model} has no such replica; it has {', '.join(r.id for r in here) or 'none'}")
-            ready = [replica for replica in here if replica.ready]
-            if not allow_outage and len(ready) == 1 and ready[0] in chosen and not self._fits(draft, ledger(draft), model):
+            if node is not None:
+                self._node(node)
+            chosen.extend(self._chosen(draft, model, node, number))
+            alone = self._only_ones(draft, chosen)
+            if alone and not outage:
                 raise Outage(
-                    f"{ready[0].id} is the only ready replica of {model}, and there is no room for its successor beside it: "
-                    "say --allow-outage to have it stopped first"
+                    f"{', '.join(alone)}: the only ready replica of its model, and there is no room for its successor beside it. "
+                    "To have it stopped first: --allow-outage"
                 )
             for replica in chosen:
                 for shard in replica.shards:
-                    draft.put(evolve(shard, replace=f"restart ordered by {by}"))
+                    draft.put(evolve(shard, replace=f"restart ordered by {by}", outage=outage))
                 draft.say("restart", replica.id, f"{replica.id}: restart ordered by {by}")
             return differences(self._controller.truth, self._controller.truth.nodes, draft.shards, draft.events)
 
         await self._controller.change(make)
         return [replica.id for replica in chosen]
+
+    def _chosen(self, draft: Draft, model: str | None, node: str | None, number: int | None) -> list[Replica]:
+        models = group(draft.shards.values())
+        here = [replica for name, found in models.items() if model in (None, name) for replica in found if not replica.leaving]
+        chosen = [r for r in here if (node is None or node in r.nodes) and (number is None or number == r.number)]
+        if not chosen and model is not None:
+            raise Unknown(f"{model} has no such replica; it has {', '.join(r.id for r in here) or 'none'}")
+        if not chosen:
+            raise Unknown(f"nothing runs on {node}")
+        return chosen
+
+    def _only_ones(self, draft: Draft, chosen: Iterable[Replica]) -> list[str]:
+        """Those that nobody would serve for, while their successors start in their place."""
+        room, models = ledger(draft, leaving(draft)), group(draft.shards.values())
+        return [
+            replica.id
+            for replica in chosen
+            if replica.ready
+            and sum(other.ready for other in models[replica.model]) == 1
+            and not self._fits(draft, room, replica.model)
+        ]
 
     # Orphans.
 
@@ -221,7 +258,7 @@ class Operations:
         """Make an orphan a replica of its model; it is replaced later where its generation is not the catalog's."""
 
         def make(draft: Draft, orphan: Orphan) -> None:
-            model = draft.world.catalog.get(orphan.report.model)
+            model = draft.catalog.get(orphan.report.model)
             if orphan.report.shard in draft.shards and draft.shards[orphan.report.shard].allocation is not None:
                 raise Conflict(f"{shard} on {orphan.node} cannot be adopted: {orphan.why}. Stop it: llmgw stop {shard}")
             if model is None or model.profile is None:

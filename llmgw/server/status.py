@@ -10,9 +10,9 @@ from llmgw.fleet.node import Device, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.planning.adopt import Orphan
-from llmgw.planning.replicas import Replica, group
-from llmgw.planning.rollout import wanted
+from llmgw.planning.replicas import Replica, group, wanted
 from llmgw.server.controller import Controller
+from llmgw.server.rollouts import in_force, rollout_data
 from llmgw.server.routing import reasons
 
 Data = dict[str, Any]
@@ -129,6 +129,7 @@ class Status:
         return [self._model(model, replicas.get(model.name, []), said.get(model.name, "")) for model in [*models, *left]]
 
     def _model(self, model: Model, replicas: list[Replica], reason: str) -> Data:
+        controller = self._controller
         shown = [self._replica(replica) for replica in replicas]
         ready = sum(replica.ready for replica in replicas)
         want = wanted(model, self._controller.demand.wanted) if model.profile else 0
@@ -139,7 +140,8 @@ class Status:
             "wanted": want,
             "ready": ready,
             "reason": reason or self._worst(shown, ready, want),
-            "generation": model.generation,
+            "generation": in_force(controller, model).generation,
+            "rollout": rollout_data(controller, model, replicas) if model.profile else None,
             "replicas": shown,
             "endpoints": endpoints,
             "in_flight": sum(self._in_flight(one.id) for one in replicas)
@@ -158,6 +160,8 @@ class Status:
             "generation": replica.generation,
             "state": replica.state,
             "endpoint": head.url or None,
+            "replace": head.replace,
+            "in_flight": self._in_flight(replica.id),
             "shards": [self._shard(shard) for shard in replica.shards],
         }
 

@@ -1,0 +1,1 @@
+``llmgw apply`` says how replicas will be changed and refuses what would stop a model's only replica without ``--allow-outage``; ``llmgw rollout MODEL --pause | --resume | --undo``, ``llmgw restart --node NAME``, ``llmgw drain --wait`` and ``--force`` and ``llmgw node remove --force`` do what they say.

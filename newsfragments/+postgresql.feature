@@ -1,1 +1,1 @@
-The store and its lease over PostgreSQL are there and tested; llmgw-server does not lead over them yet and refuses to start on one.
+Several servers share one PostgreSQL: one leads, the others stand by and route by its table, and take over by themselves when it dies, hangs or is cut off, without an engine restarted or a stream cut.

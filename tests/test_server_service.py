@@ -80,17 +80,6 @@ async def test_a_second_server_on_one_store_is_refused_with_a_sentence(rigs, tmp
 
 
 @pytest_twisted.ensureDeferred
-async def test_a_server_that_would_lead_without_asking_does_not_start(rigs, tmp_path, monkeypatch):
-    """Over PostgreSQL nothing yet keeps two servers from commanding: it is refused before anything is opened."""
-    rig = Rig(tmp_path, STATIC, fleet=False)
-    rig.settings = evolve(rig.settings, store="postgresql://u@127.0.0.1:1/d")
-    rig.make()
-    rigs.append(rig)
-    assert "does not lead over PostgreSQL yet" in await ended(rig, monkeypatch)
-    assert not (tmp_path / "state").exists()
-
-
-@pytest_twisted.ensureDeferred
 async def test_a_fleet_address_in_use_ends_the_daemon(rigs, tmp_path, monkeypatch):
     """Listeners fail hard."""
     rig = await started(rigs, Rig(tmp_path, STATIC))

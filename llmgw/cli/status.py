@@ -62,7 +62,7 @@ def header(status: Answer) -> str:
     leading = f"{server.get('name')} {server.get('role')}"
     if server.get("epoch"):
         leading += f" epoch {server['epoch']}"
-    others = [f"{other.get('name')} {other.get('role')}" for other in server.get("servers") or ()]
+    others = [f"{one['name']} {one.get('role')}" for one in server.get("servers") or () if one["name"] != server.get("name")]
     catalog = [f"catalog {server['catalog']}"] if server.get("catalog") else []
     fleet = []
     if server.get("role") != "router":

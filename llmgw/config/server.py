@@ -18,7 +18,7 @@ from llmgw.config.machine import Machine, this_machine
 from llmgw.config.models import models
 from llmgw.config.settings import Address, AdminSettings, FleetSettings, RouterSettings, ServerSettings, Timeouts, TlsFiles
 from llmgw.config.shape import Reading, Section, Wrong, duration, integer, list_of, matching, one_of, path, section, size, text
-from llmgw.config.storeurl import DEFAULT_STORE, POSTGRESQL_NOT_YET, store
+from llmgw.config.storeurl import DEFAULT_STORE, store
 from llmgw.config.text import Item, parse
 from llmgw.fleet.model import Catalog
 from llmgw.fleet.node import NODE_NAME
@@ -68,7 +68,7 @@ def _make(file: Path, item: Item, found: dict[str, Any], machine: Machine) -> Se
         timing=timing,
         catalog=found.get("models", Catalog()),
         admin=_make_admin(found.get("fleet"), **admin),
-        warnings=(*timing_warnings(timing), *([] if place.folder else [POSTGRESQL_NOT_YET])),
+        warnings=tuple(timing_warnings(timing)),
     )
 
 

@@ -14,8 +14,6 @@ from attrs import frozen
 from llmgw.config.shape import Reading, Wrong, text
 from llmgw.config.text import Item
 
-# The lease over PostgreSQL is made and tested, but the server does not contend for it yet: two would both command.
-POSTGRESQL_NOT_YET = "store: llmgw-server does not lead over PostgreSQL yet and will not start; set store: sqlite:///FILE"
 _WANT = "sqlite:///FILE or postgresql://USER@HOST/DATABASE"
 _FILES = ("passfile", "sslrootcert", "sslcert", "sslkey", "service_file")
 

@@ -40,6 +40,16 @@ class Timing:
         """How long stepping down may take: a leader must have stopped commanding before its lease can be taken."""
         return self.lease / 15
 
+    @property
+    def poll(self) -> float:
+        """How often servers of one store look at each other: the most that a standby's routers are behind the leader's."""
+        return self.lease / 15
+
+    @property
+    def peer_silence(self) -> float:
+        """After how long a server that is not heard is no longer waited for."""
+        return 2 * self.lease
+
 
 def timing_problems(timing: Timing) -> Iterator[tuple[str, str]]:
     """What cannot work: the key that is best changed, and the numbers."""

@@ -66,14 +66,14 @@ class Caller:
 
     __slots__ = ("allowance", "ends", "entry", "high", "id", "limited", "replaced")
 
-    def __init__(self, entry: KeyEntry, board: Scoreboard, until: float | None = None) -> None:
+    def __init__(self, entry: KeyEntry, board: Scoreboard, servers: int, until: float | None = None) -> None:
         self.entry = entry
         self.id = entry.id
         self.replaced = until is not None
         self.ends = min((end for end in (entry.expires, until) if end is not None), default=None)
         self.high = entry.priority > 0
         self.limited = any(limit is not None for limit in (entry.rpm, entry.tpm, entry.tpd, entry.concurrency))
-        self.allowance = Allowance(entry, board)
+        self.allowance = Allowance(entry, board, servers)
 
 
 class Routes:
@@ -121,7 +121,7 @@ class Routes:
             entry = self._keys.get(digest)
             if entry is None:
                 return None
-            found = self._callers[digest] = Caller(entry[0], self._board, entry[1])
+            found = self._callers[digest] = Caller(entry[0], self._board, self.table.servers, entry[1])
         return found
 
     def names(self, caller: Caller | None) -> list[RoutedModel]:

@@ -104,6 +104,8 @@ class Table(Struct, frozen=True, omit_defaults=True):
     """One version of everything. C{version} only grows within a state folder, over restarts and elections.
 
     C{server/workers.py} fills in what follows from the router's own settings (C{keys_required} and below) when it publishes.
+
+    @ivar servers: how many servers divide the keys' limits among them.
     """
 
     version: int = 0
@@ -116,6 +118,7 @@ class Table(Struct, frozen=True, omit_defaults=True):
     body_limit: int = 64 * 2**20
     trusted_proxies: tuple[str, ...] = ()
     access_log: str = ""
+    servers: int = 1
 
 
 def endpoint(id: str, url: str, *, model: str, row: int = 0, key: str = "", share: int = 1, limit: int | None = None,
@@ -141,6 +144,22 @@ def key_digest(key: str | bytes) -> str:
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Table).decode
+
+
+def table_text(table: Table) -> str:
+    """The table as a leader shares it with other servers."""
+    return _encode(table).decode()
+
+
+def read_text(text: str) -> Table:
+    """A table that L{table_text} wrote.
+
+    @raise BadTable: it did not.
+    """
+    try:
+        return _decode(text)
+    except msgspec.MsgspecError as error:
+        raise BadTable(f"the shared routing table cannot be used: {error}") from None
 
 
 def write_table(path: Path, table: Table) -> None:

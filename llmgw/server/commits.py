@@ -17,17 +17,22 @@ from llmgw.store.records import Change
 
 
 class NotLeading(LlmgwError):
-    """This server does not lead now, so it takes no orders. C{leader} is who does, as far as it knows."""
+    """This server does not lead now, so it takes no orders. C{leader} is who does, as far as it knows.
 
-    def __init__(self, text: str, leader: str = "") -> None:
+    @ivar address: where operators reach that one, empty if nobody told.
+    """
+
+    def __init__(self, text: str, leader: str = "", address: str = "") -> None:
         super().__init__(text)
         self.leader = leader
+        self.address = address
 
 
 class Commits:
     """Commits for one leadership.
 
-    @param deposed: called when the store says that another one leads.
+    @ivar deposed: called when the store says that another one leads.
+    @ivar admin_of: where operators reach the server of a holder's name.
     @ivar failing: why the store takes nothing now; empty when it works.
     @ivar watchers: called after each commit.
     """
@@ -39,7 +44,8 @@ class Commits:
         self._store = store
         self._leadership = leadership
         self._truth = truth
-        self._deposed = deposed
+        self.deposed = deposed
+        self.admin_of: Callable[[str], str] = lambda holder: ""
         self._lock = DeferredLock()
         self.open = False
         self.failing = ""
@@ -72,9 +78,15 @@ class Commits:
         @raise NotLeading: this server may not act now.
         """
         if not (self.open and self._leadership.may_act()):
-            leader = self._leadership.leader.partition("@")[0]
-            text = f"not leader: {leader} leads" if leader and leader != self._name else f"{self._name} does not lead now"
-            raise NotLeading(text, leader)
+            raise self._not_leading()
+
+    def _not_leading(self) -> NotLeading:
+        holder = self._leadership.leader
+        leader, address = holder.partition("@")[0], self.admin_of(holder)
+        if not leader or leader == self._name:
+            return NotLeading(f"{self._name} does not lead now")
+        place = address or ", ".join(self._leadership.addresses)
+        return NotLeading(f"not leader, ask {leader}{f' ({place})' if place else ''}", leader, address)
 
     async def commit(self, changes: list[Change]) -> bool:
         """Whether the store took them, and with it the truth. To be called in turn."""
@@ -83,8 +95,11 @@ class Commits:
         try:
             revision = await self._store.commit(self._leadership.epoch, changes)
         except NotLeader as error:
+            if error.leader == self._leadership.leader and self._leadership.may_act():
+                self.log.info("the epoch was raised meanwhile; the next plan is made under it")
+                return False
             self.log.error("{error}", error=str(error))
-            self._deposed()
+            self.deposed()
             return False
         except StoreError as error:
             if self.failing != str(error):

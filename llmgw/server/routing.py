@@ -26,6 +26,10 @@ from llmgw.server.truth import Truth
 SERVING = (ShardState.READY, ShardState.DRAINING)
 
 
+class ServersBehind(LlmgwError):
+    """Other servers that are there do not route by a table yet, so nothing that it takes away may end."""
+
+
 class Routers(Protocol):
     """What is used of L{llmgw.server.workers.RouterWorkers}."""
 
@@ -112,7 +116,7 @@ class Routing:
     def when_current(self) -> Deferred[None]:
         """Fires when every router routes by the table in force, at the latest after L{PATIENCE}."""
         version = self.before.version if self.before is not None else 0
-        return self._routers.when_routing(version, self.PATIENCE).addErrback(self._late).addCallback(lambda _: None)
+        return self._routers.when_routing(version, self.PATIENCE).addErrback(self._warn_late).addCallback(lambda _: None)
 
     def _secret(self, path: str) -> str:
         if path not in self._secrets:
@@ -130,11 +134,22 @@ class Routing:
             return
         self._waiting |= fresh
         when = self._routers.when_routing(self.before.version, self.PATIENCE)
-        when.addErrback(self._late).addCallback(self._acknowledged, fresh)
+        when.addCallbacks(self._acknowledged, self._late, callbackArgs=(fresh,), errbackArgs=(fresh,))
         when.addErrback(lambda failure: self.log.failure("while waiting for routers", failure))
 
-    def _late(self, failure: Failure) -> None:
-        """A worker that is silent for so long has been replaced, and its successor reads the table on disk."""
+    def _late(self, failure: Failure, replicas: set[str]) -> None:
+        """A worker that is silent for so long has been replaced, and its successor reads the table on disk.
+
+        Of the workers of another server that is there nobody knows that: their word is waited for again.
+        """
+        self._warn_late(failure)
+        if failure.check(ServersBehind):
+            self._waiting -= replicas
+            self._news()
+        else:
+            self._acknowledged(None, replicas)
+
+    def _warn_late(self, failure: Failure) -> None:
         failure.trap(LlmgwError)
         self.log.warn("not every router has acknowledged the routing table: {error}", error=str(failure.value))
 

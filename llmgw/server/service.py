@@ -1,8 +1,9 @@
-"""llmgw-server put together: sockets, router workers, store, leadership, fleet port, controller; and their order.
+"""llmgw-server put together: sockets, router workers, store, leadership, fleet port; and their order.
 
 The router comes first: its sockets are bound and its workers route by the table on disk before the store is even opened, so a
-database that is away delays orders, not answers. What nobody but an operator can change (an address in use, a store locked by
-another server, a bad certificate) ends the daemon with one sentence; what may pass by itself is tried again.
+database that is away delays orders, not answers. The fleet port comes with it, and tells agents to wait or where to go until this
+server leads. What nobody but an operator can change (an address in use, a store locked by another server, a bad certificate)
+ends the daemon with one sentence; what may pass by itself is tried again.
 """
 
 from __future__ import annotations
@@ -19,27 +20,31 @@ from twisted.logger import Logger
 from twisted.python.failure import Failure
 
 from llmgw.config.server import ServerSettings
-from llmgw.config.storeurl import POSTGRESQL_NOT_YET
 from llmgw.daemon import give_up
 from llmgw.errors import LlmgwError
 from llmgw.fleet.shard import replica_of
 from llmgw.server import live
 from llmgw.server.catalogs import Catalogs
-from llmgw.server.controller import Controller
+from llmgw.server.company import Company
+from llmgw.server.controller import Clocks, Controller
 from llmgw.server.fleetport import FleetPort
 from llmgw.server.keys import Keys
 from llmgw.server.metrics import fleet_metrics
 from llmgw.server.operations import Operations
+from llmgw.server.reception import Reception
 from llmgw.server.status import Status
+from llmgw.server.succession import PASSING, Succession
+from llmgw.server.tenure import Proposal, Tenure
+from llmgw.server.term import Surroundings, Term
 from llmgw.server.usage import UsageSpool
 from llmgw.server.workers import RouterWorkers
 from llmgw.store.errors import StoreError
-from llmgw.store.lease import SqliteLeadership
+from llmgw.store.leadership import make_leadership
 from llmgw.store.lockfile import LockFile
+from llmgw.store.records import Opened
 from llmgw.store.sql import SqlStore
-from llmgw.wire.tls import TlsIdentity, read_identity
+from llmgw.wire.tls import read_identity
 
-PASSING = ("full", "unreachable", "timeout", "busy", "failed")
 AGAIN = 5.0
 STOP_WITHIN = 1.8
 
@@ -48,7 +53,7 @@ class Server(Service):
     """The daemon.
 
     @param workers: other router workers than the settings' own, for tests.
-    @ivar controller: the control plane; also where there is no fleet, since keys and the catalog go through it.
+    @ivar company: the other servers of the store; None over SQLite, where there are none.
     """
 
     log = Logger()
@@ -60,7 +65,6 @@ class Server(Service):
         self._up: list[Callable[[], None]] = []
         self._is_up = False
         self._starting: Deferred[None] | None = None
-        self._identity: TlsIdentity | None = None
         self._lock = LockFile(settings.state / "server.lock")
         self.settings = settings
         self.workers = workers or RouterWorkers(reactor, settings.router, settings.state)
@@ -72,26 +76,69 @@ class Server(Service):
         settings = self.settings
         addresses = (str(settings.fleet.advertise),) if settings.fleet else ()
         self.store = SqlStore(settings.store, self._reactor, fleet, name)
-        self.leadership = SqliteLeadership(self.store, addresses)
-        self.controller = Controller(
-            self._reactor, name, settings.timing, self.store, self.leadership, self.workers, random.SystemRandom()
+        self.leadership = make_leadership(self.store, settings.timing, self._reactor, random.SystemRandom(), addresses)
+        here = Surroundings(
+            self._reactor, name, settings.timing, self.store, self.leadership, random.SystemRandom(), Clocks(), self._admin_of
         )
-        self.leadership.watch(self.controller.epoch_moved)
-        self.usage = UsageSpool(self.store, self._reactor, self.controller.clocks.wall)
-        self.catalogs = Catalogs(self.controller)
-        self.keys = Keys(self.controller)
-        self.operations = Operations(self.controller)
-        expires = lambda: self.port.certificate_expires if self.port else None  # noqa: E731
-        self.view = Status(self.controller, lambda: self.role, self.workers.in_flight, expires, settings.warnings)
+        self.reception = Reception(name, self.leadership)
+        self.company = None if settings.store.startswith("sqlite:") else Company(here, self.workers, settings)
+        self.succession = Succession(
+            here, self.reception, lambda: self._stand(here), lambda: self._lead(here), self._proposal,
+            lambda: self.workers.table, self._cannot,
+        )  # fmt: skip
+        self.leadership.watch(self.succession.moved)
+        self.usage = UsageSpool(self.store, self._reactor, here.clocks.wall)
 
-    # What the tap asks.
+    def _stand(self, here: Surroundings) -> Term:
+        return Term(here, self.workers) if self.company is None else self.company.stand_by()
+
+    def _lead(self, here: Surroundings) -> Tenure:
+        return Tenure(here, self.workers if self.company is None else self.company.shared_routers(), self.port)
+
+    def _proposal(self) -> Proposal:
+        return Proposal(self.settings.catalog, str(self.settings.path), rules=self.company is None)
+
+    def _admin_of(self, holder: str) -> str:
+        return self.company.admin_of(holder) if self.company is not None else ""
+
+    # What the tap and the admin API ask.
+
+    @property
+    def controller(self) -> Controller:
+        """The control plane, which is another one with each leadership; also where there is no fleet, since keys and the
+        catalog go through it.
+        """
+        return self.succession.term.controller
+
+    @property
+    def catalogs(self) -> Catalogs:
+        """The catalog of the term in force."""
+        return self.succession.term.catalogs
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of the term in force."""
+        return self.succession.term.keys
+
+    @property
+    def operations(self) -> Operations:
+        """What operators order, to the term in force."""
+        return self.succession.term.operations
+
+    @property
+    def view(self) -> Status:
+        """What people ask to see, as of now."""
+        expires = lambda: self.port.certificate_expires if self.port else None  # noqa: E731
+        warnings = (*self.settings.warnings, *(self.company.warnings() if self.company else ()))
+        servers = self.company.servers if self.company else list
+        return Status(self.controller, lambda: self.role, self.workers.in_flight, expires, warnings, servers)
 
     @property
     def role(self) -> str:
         """C{leader}, C{standby} or C{router}."""
-        if self.settings.fleet is None:
+        if self.settings.fleet is None and self.company is None:
             return "router"
-        return "leader" if self.controller.leading and self.leadership.may_act() else "standby"
+        return "leader" if self.succession.leading else "standby"
 
     def status(self) -> str:
         """One line for C{systemctl status}."""
@@ -117,7 +164,7 @@ class Server(Service):
         return live.top(text, self.workers.table, loads, self.controller.clocks.wall())
 
     def reload(self, settings: ServerSettings) -> None:
-        """SIGHUP: take the catalog and the certificates of a new file; the rest needs a restart.
+        """SIGHUP: take the certificates of a new file, and where we lead its catalog; the rest needs a restart.
 
         @raise LlmgwError: a certificate cannot be used; then nothing is taken.
         """
@@ -128,6 +175,9 @@ class Server(Service):
         fixed = evolve(settings, catalog=self.settings.catalog, warnings=self.settings.warnings)
         if fixed != self.settings:
             self.log.warn("only models, secrets and certificates are reloaded; the other changes need a restart")
+        if self.company is not None:
+            self.company.file = settings.catalog
+            self.company.follower.again()
         self._take_catalog(settings, "SIGHUP")
 
     def _take_catalog(self, settings: ServerSettings, origin: str) -> None:
@@ -153,19 +203,28 @@ class Server(Service):
         self._starting.addErrback(self._cannot)
 
     def _listen(self) -> None:
-        if not self.settings.store.startswith("sqlite:"):
-            raise LlmgwError(POSTGRESQL_NOT_YET)
+        fleet = self.settings.fleet
         self.settings.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Before the router: it would take over the sockets of the server whose folder this is.
         self._lock.take()
-        if self.settings.fleet is not None:
-            self._identity = read_identity(self.settings.fleet.tls, "server")
-            self._build(self._identity.own.fleet, self._identity.own.name)
+        if fleet is not None:
+            own = read_identity(fleet.tls, "server").own
+            self._build(own.fleet, own.name)
+            timing = self.settings.timing
+            self.port = FleetPort(self._reactor, fleet, own.name, own.fleet, self.leadership, timing, self.reception)
         self.workers.listen()
-        self.workers.on_demand = self.controller.demand.asked
+        self.workers.on_demand = self._asked
         self.workers.on_usage = self.usage.add
-        self.controller.routing.before = self.workers.table
         self.workers.start()
+        if self.port is not None:
+            self.succession.port = self.port
+            self.port.startService()
+
+    def _asked(self, model: str) -> None:
+        """A client waits for a model that sleeps: a standby passes it on."""
+        self.controller.demand.asked(model)
+        if self.company is not None:
+            self.company.asked(model)
 
     def _cannot(self, failure: Failure) -> None:
         if failure.check(CancelledError):
@@ -184,12 +243,11 @@ class Server(Service):
 
     async def _start(self) -> None:
         opened = await self._open()
-        await self.leadership.start()
-        snapshot = await self.store.load()
-        self.controller.begin(snapshot, opened.fresh)
-        await self._first_catalog()
-        self._serve_fleet()
-        self.controller.go()
+        self.succession.fresh = opened.fresh
+        await self._contend()
+        await self.succession.begun()
+        if self._at_once or not self.running:
+            return
         self.usage.start()
         self._starting = None
         self._is_up = True
@@ -197,11 +255,12 @@ class Server(Service):
             ready()
         self.log.info("{name} is up: {status}", name=self.controller.name, status=self.status())
 
-    async def _open(self) -> Any:
+    async def _open(self) -> Opened:
         """Open the store; wait for one that is only away."""
         while True:
             try:
-                return await self.store.open()
+                opened: Opened = await self.store.open()
+                return opened
             except StoreError as error:
                 if error.code not in PASSING:
                     raise
@@ -209,27 +268,17 @@ class Server(Service):
                 self.controller.commits.failing = str(error)
             await deferLater(self._reactor, AGAIN)
 
-    def _serve_fleet(self) -> None:
-        settings, fleet = self.settings, self.settings.fleet
-        if fleet is None or self._identity is None:
+    async def _contend(self) -> None:
+        """Ask for the lead. Among several servers one is up when it has asked, and is none the worse for not getting it."""
+        if self.company is None:
+            await self.leadership.start()
             return
-        own = self._identity.own
-        self.port = FleetPort(self._reactor, fleet, own.name, own.fleet, self.leadership, settings.timing, self.controller)
-        self.controller.attach(self.port)
-        self.port.startService()
-
-    async def _first_catalog(self) -> None:
-        """The start of a server on SQLite makes its file's models a revision."""
-        await self.keys.recover(self.workers.table)
+        self.company.start(self.succession)
+        self.reception.stand_by()
         try:
-            done = await self.catalogs.apply(self.settings.catalog, f"start with {self.settings.path}", lenient=True)
-        except StoreError:
-            raise
-        except LlmgwError as error:
-            self.log.error("the catalog in force stays: {error}", error=str(error))
-            self.controller.remarks = (*self.controller.remarks, f"{self.settings.path} was not taken: {error}")
-        else:
-            self.log.info("catalog {number}: {what}", number=done.revision, what="; ".join(done.lines))
+            await self.leadership.start()
+        except StoreError as error:
+            self.log.error("who leads is not known yet: {error}", error=str(error))
 
     # Stopping.
 
@@ -241,11 +290,13 @@ class Server(Service):
     async def _stop(self) -> None:
         if self._starting is not None:
             self._starting.cancel()
-        self.controller.end()
+        self.succession.end()
+        released = self.leadership.release() if self.leadership.may_act() or self.company is not None else None
         port = self.port.stopService() if self.port is not None and self.port.running else None
-        released = self.leadership.release() if self.leadership.may_act() else None
         first = [self.workers.stop(self._at_once), *(each for each in (port, released) if each is not None)]
         first.append(self.usage.stop())
+        if self.company is not None:
+            first.append(self.company.stop())
         await self._bounded(DeferredList(first, consumeErrors=True), "the links and the lease")
         await self._bounded(self.store.close(), "the store")
         self._lock.release()

@@ -24,7 +24,8 @@ class Status:
     @param role: C{leader}, C{standby} or C{router}.
     @param in_flight: requests under way on an endpoint.
     @param expires: when the server's own certificate ends, None without one.
-    @param warnings: what the configuration's reader had to remark.
+    @param warnings: what the configuration's reader had to remark, and whose file is not the catalog in force.
+    @param servers: all servers of the store, this one first; empty where there can be only one.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class Status:
         in_flight: Callable[[str], int],
         expires: Callable[[], float | None] = lambda: None,
         warnings: Sequence[str] = (),
+        servers: Callable[[], list[Data]] = list,
     ) -> None:
         self._controller = controller
         self._role = role
         self._in_flight = in_flight
         self._expires = expires
         self._warnings = warnings
+        self._servers = servers
 
     def all(self) -> Data:
         """The whole object."""
@@ -62,12 +65,15 @@ class Status:
             "certificate_expires": self._expires(),
             "notes": self._notes(),
             "warnings": list(self._warnings),
+            "servers": self._servers(),
         }
 
     def _notes(self) -> list[str]:
         controller = self._controller
-        failing = controller.commits.failing
+        failing, problem = controller.commits.failing, controller.leadership.problem
         found = [f"the store does not work, nothing is changed: {failing}"] if failing else []
+        if problem:
+            found.append(f"who leads cannot be seen, the routers go on: {problem}")
         held = controller.outcome.holding if controller.outcome else None
         if held is not None and held.brake:
             found.append(held.text)

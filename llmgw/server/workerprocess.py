@@ -167,6 +167,10 @@ class Place(ProcessProtocol):
             )  # fmt: skip
             self.kill()
 
+    def excuse(self, seconds: float) -> None:
+        """We did not listen for so long, so its silence then says nothing."""
+        self._last_heard += seconds
+
     def kill(self) -> None:
         """End its worker at once."""
         if self._process is not None and not self.ended:

@@ -91,6 +91,8 @@ class RouterWorkers:
         self.on_demand: Callable[[str], None] = lambda model: None
         self.on_failure: Callable[[str, str], None] = lambda endpoint, text: None
         self.on_usage: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+        self._servers = 1
+        self._checked = 0.0
         self._sockets: list[socket.socket] = []
         self._waiting: list[_Waiting] = []
         self._scrapes = 0
@@ -170,6 +172,7 @@ class RouterWorkers:
             )  # fmt: skip
             self.places.append(place)
             place.spawn()
+        self._checked = self._reactor.seconds()
         self._checks.start(1.0, now=False).addErrback(lambda failure: self.log.failure("The check of workers stopped", failure))
 
     def prepare(self) -> None:
@@ -197,6 +200,7 @@ class RouterWorkers:
             body_limit=settings.body_limit,
             trusted_proxies=settings.trusted_proxies,
             access_log=str(settings.access_log) if settings.access_log else "",
+            servers=self._servers,
         )
 
     # The table.
@@ -215,6 +219,13 @@ class RouterWorkers:
         if self._writing is None:
             self._write()
         return before + 1
+
+    def share_limits(self, servers: int) -> None:
+        """From now on so many servers divide the keys' limits among them."""
+        if servers != self._servers:
+            self._servers = servers
+            if self.table is not None:
+                self.publish(self.table)
 
     def _write(self) -> None:
         table = self.table
@@ -303,7 +314,11 @@ class RouterWorkers:
             )
 
     def _check(self) -> None:
+        # A server that was stopped, or busy, has not heard what its workers said meanwhile: it must not kill them for that.
+        now, before = self._reactor.seconds(), self._checked
+        self._checked = now
         for place in self.places:
+            place.excuse(max(0.0, now - before - 2.0))
             place.check()
             if place.ready and place.version < self._written:
                 place.send("table", version=self._written)

@@ -25,6 +25,8 @@ class SqliteLeadership:
     @ivar addresses: where the leader is reached.
     """
 
+    problem = ""
+
     def __init__(self, store: SqlStore, addresses: Sequence[str] = ()) -> None:
         self.epoch = 0
         self.leader = store.holder

@@ -106,13 +106,13 @@ class SqlStore:
 
         return self.write("commit", job)
 
-    def take_fence(self, connection: Connection, epoch: int) -> int:
-        """Hold the fence's row until this transaction ends; returns the state revision, raised by one.
+    def take_fence(self, connection: Connection, epoch: int, step: int = 1) -> int:
+        """Hold the fence's row until this transaction ends; returns the state revision, raised by C{step}.
 
         @raise NotLeader: it is another's.
         """
         mine = (fence.c.name == FENCE) & (fence.c.holder == self.holder) & (fence.c.epoch == epoch)
-        if connection.execute(update(fence).where(mine).values(revision=fence.c.revision + 1)).rowcount != 1:
+        if connection.execute(update(fence).where(mine).values(revision=fence.c.revision + step)).rowcount != 1:
             row = connection.execute(select(lease.c.epoch, lease.c.holder)).one()
             leader = row.holder or "nobody"
             raise NotLeader(f"not leader: {leader} leads with epoch {row.epoch}, this was epoch {epoch}", row.epoch, leader)

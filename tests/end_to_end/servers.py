@@ -1,0 +1,101 @@
+"""Several real servers over one real PostgreSQL: each in a folder of its own, as on a machine of its own."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from llmgw.testing.postgres import Postgres
+from tests.end_to_end.fleet import RealFleet, Stream, fake_model, until
+
+LEASE = 3.0
+TIMING = f"heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 60s, failover_grace: 20s, backoff: 1s, lease: {LEASE}s"
+
+
+class Servers:
+    """C{names} are server certificates; the first fleet's folder has the authority, and the agents."""
+
+    def __init__(self, folder: Path, postgres: Postgres, *names: str) -> None:
+        self.postgres = postgres
+        self.url = postgres.database()
+        self.fleets: dict[str, RealFleet] = {}
+        for name in names:
+            (folder / name).mkdir()
+            self.fleets[name] = RealFleet(folder / name)
+        self.first = self.fleets[names[0]]
+        for name in names:
+            if not (self.first.folder / "pki" / f"{name}.pem").exists():
+                self.first.pki("server", "pki", name, "--address", "127.0.0.1")
+        for fleet in [*self.fleets.values()][1:]:
+            shutil.copytree(self.first.folder / "pki", fleet.folder / "pki", dirs_exist_ok=True)
+
+    def start(self, name: str, models: str, router: str = "", wait: bool = True) -> None:
+        fleet = self.fleets[name]
+        path = fleet.write_server(models, router, TIMING)
+        text = path.read_text().replace("sqlite:///state/llmgw.db", f"'{self.url}'")
+        text = text.replace("pki/cp1.", f"pki/{name}.") + f"state: {fleet.folder}/state\n"
+        path.write_text(text)
+        if wait:
+            fleet.start_server()
+        else:
+            fleet.daemon("server", "server", path)
+
+    def start_agent(self, name: str = "n1") -> None:
+        addresses = ", ".join(f"'127.0.0.1:{fleet.fleet}'" for fleet in self.fleets.values())
+        self.first.write_agent(name, servers=f"servers: [{addresses}]")
+        self.first.start_agent(name)
+
+    def server(self, name: str) -> dict:
+        return self.fleets[name].status()["server"]
+
+    def leaders(self, *besides: str) -> dict[str, int]:
+        """Epoch by name of every server that says it leads."""
+        found = {}
+        for name in set(self.fleets) - set(besides):
+            server = self.server(name)
+            if server["role"] == "leader":
+                found[name] = server["epoch"]
+        return found
+
+    def leader(self, *besides: str, above: int = 0, seconds: float = 20.0) -> tuple[str, int]:
+        """The one leader, when there is one with an epoch above that."""
+
+        def one():
+            found = self.leaders(*besides)
+            return [(name, epoch) for name, epoch in found.items() if epoch > above and len(found) == 1]
+
+        return until(one, "a leader", seconds)[0]
+
+    def linked(self, leader: str, seconds: float = 20.0) -> None:
+        """Wait until the leader has a link to every node, and all is ready."""
+        until(
+            lambda: (
+                all(node["state"] == "ready" for node in self.fleets[leader].status()["nodes"])
+                and "is linked from" in self.fleets[leader].log("server")
+            ),
+            "linked",
+            seconds,
+        )
+
+    def streams(self, tokens: int, model: str = "m") -> list[Stream]:
+        """A client at each router, in the middle of its answer."""
+        found = [Stream(fleet.router, model, tokens) for fleet in self.fleets.values()]
+        for stream in found:
+            until(lambda stream=stream: len(stream.pieces) > 3 or stream.error, "streaming")
+        return found
+
+    def close(self) -> None:
+        for fleet in self.fleets.values():
+            fleet.close()
+
+
+def model(*options: str, replicas: int = 1) -> str:
+    return fake_model("m", replicas, *options)
+
+
+def timed(found) -> float:
+    """Seconds until C{found} returned."""
+    began = time.monotonic()
+    found()
+    return time.monotonic() - began

@@ -328,7 +328,8 @@ class FleetPort(Service):
         except Exception:
             self.log.failure("while taking the registration of {node}", node=certificate.name)
             self._sessions.pop(certificate.name)
-            visitor.refuse(Refused("starting", f"{self._server} failed to take the registration (see its log)", retry_after=5.0))
+            text = f"{self._server} failed to take the registration of {certificate.name} (see its log)"
+            self._refuse(visitor, Refused("starting", text, retry_after=5.0))
             return
         self.log.info(
             "{server}: {node} is linked from {peer} with {shards} shards",

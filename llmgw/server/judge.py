@@ -13,6 +13,7 @@ from attrs import field, frozen
 from twisted.internet.defer import DeferredLock
 from twisted.internet.interfaces import IReactorTime
 from twisted.logger import Logger
+from twisted.python.failure import Failure
 
 from llmgw.interfaces import ILeadership
 from llmgw.pki import with_article
@@ -47,6 +48,7 @@ class Judge:
     _answer: float
     _sessions: Mapping[str, Visitor]
     _raising: DeferredLock = field(factory=DeferredLock)
+    _hung: list[float] = field(factory=lambda: [-1.0])
 
     def wrong_side(self, certificate: PeerCertificate) -> Refused | None:
         """Why this certificate cannot be a node's of our fleet."""
@@ -129,13 +131,16 @@ class Judge:
         return epoch > ours.epoch or (epoch == ours.epoch and leader not in ("", ours.leader))
 
     async def outrank(self, epoch: int, leader: str, node: str) -> Refused | None:
-        """Raise our epoch above the one that C{node} obeys; many nodes at once raise it once."""
+        """Raise our epoch above the one that C{node} obeys; many nodes at once raise it once, or wait in vain once."""
+        begun = self._reactor.seconds()
         await self._raising.acquire()
         try:
             while self.behind(epoch, leader):
+                if self._hung[0] >= begun:
+                    raise TimeoutError("the store did not answer another node's try")
                 ours = self._leadership.epoch
                 self.log.warn("{node} obeys epoch {epoch}, ours is {ours}: raising it", node=node, epoch=epoch, ours=ours)
-                await self._leadership.outrank(epoch).addTimeout(OUTRANK_WITHIN, self._reactor)
+                await self._leadership.outrank(epoch).addTimeout(OUTRANK_WITHIN, self._reactor, self._gave_up)
                 if self._leadership.epoch <= ours:
                     return Refused("starting", f"{self._server} is still at epoch {ours}", retry_after=1.0)
         except Exception as error:
@@ -145,3 +150,7 @@ class Judge:
         finally:
             self._raising.release()
         return None
+
+    def _gave_up(self, _: object, seconds: float) -> Failure:
+        self._hung[0] = self._reactor.seconds()
+        return Failure(TimeoutError(f"the store did not answer in {seconds:g} s"))

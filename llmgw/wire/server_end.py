@@ -21,6 +21,9 @@ from llmgw.wire.messages import Accepted, Beat, Desired, FetchLog, Goaway, Inspe
 
 Question = Inspect | FetchLog
 
+# How many seconds late a timer may be before that tells of a process that was stopped or blocked.
+OVERSLEPT = 1.0
+
 
 class ServerLink(Protocol):
     """What can happen at the server's end. The first four and C{lost} are the wire's to say, the others the server's."""
@@ -103,6 +106,7 @@ class ServerCore:
     cause: str = ""
     serial: int = 0
     heard_at: float = 0.0
+    tick_at: float = 0.0
     wire: Wire = field(init=False)
     timer: Timer = field(init=False)
 
@@ -118,6 +122,11 @@ class ServerCore:
     def within(self, seconds: float, step: str, link: ServerLink) -> None:
         """The link ends unless its next step comes first."""
         self.timer.start(seconds, lambda: link.expired(f"{step} was not done in {seconds:.0f} s"))
+
+    def tick_in(self, seconds: float, link: ServerLink) -> None:
+        """Look again after C{seconds}."""
+        self.tick_at = self.clock.seconds() + seconds
+        self.timer.start(seconds, link.tick)
 
 
 _builder = TypeMachineBuilder(ServerLink, ServerCore)
@@ -177,7 +186,7 @@ def _received_judging(link: ServerLink, core: ServerCore, message: Message) -> N
 def _accept(link: ServerLink, core: ServerCore, accepted: Accepted) -> None:
     core.wire.send(accepted)
     core.heard_at = core.clock.seconds()
-    core.timer.start(core.heartbeat, link.tick)
+    core.tick_in(core.heartbeat, link)
 
 
 @Live.upon(ServerLink.received).loop()
@@ -204,12 +213,15 @@ def _ping(link: ServerLink, core: ServerCore) -> None:
 
 @Live.upon(ServerLink.tick).loop()
 def _tick(link: ServerLink, core: ServerCore) -> None:
-    silent = core.clock.seconds() - core.heard_at
+    now = core.clock.seconds()
+    if now - core.tick_at > OVERSLEPT:
+        core.heard_at += now - core.tick_at  # while we did not run we could hear nobody: what has come meanwhile is yet unread
+    silent = now - core.heard_at
     left = core.deadlines.missed * core.heartbeat - silent
     if left <= 0:
         link.expired(f"nothing was heard from it in {silent:.0f} s")
         return
-    core.timer.start(min(core.heartbeat, left), link.tick)
+    core.tick_in(min(core.heartbeat, left), link)
     link.ping()
 
 

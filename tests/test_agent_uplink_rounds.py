@@ -113,6 +113,15 @@ def test_i_a1_servers_that_name_each_other_are_left_after_two_hints(world):
     assert rounds(world)[0].endswith(" Next round in 0.5 s.")
 
 
+def test_i_a1_two_standbys_that_name_each_other_are_each_asked_once(world):
+    """Who has been tried in this round is not tried again because somebody names it."""
+    for host, name, other in ((A, "cp1", B), (B, "cp2", A)):
+        ScriptedServer(world, host, name).refuses(leader="the other", addresses=[f"{other}:7443"])
+    world.agent(servers=(A, B))
+    world.net.until(lambda: rounds(world))
+    assert dialed(world) == [A, B]
+
+
 def test_i_a1_nonsense_for_a_leader_is_ignored(world):
     """A name that is no address, and a thousand of them, change nothing."""
     ScriptedServer(world).refuses(addresses=["", ":", "nonsense", "10.0.0.9:0", "10.0.0.9:99999", "x" * 300 + ":1"] * 200)

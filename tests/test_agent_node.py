@@ -269,6 +269,20 @@ def test_a_second_agent_on_one_folder_is_refused(tmp_path):
     second.close()
 
 
+def test_a_lock_let_go_of_is_free_whatever_was_just_forked(tmp_path):
+    """A child has the lock's descriptor until it executes its program; a copy of it stands in for one that is slow to."""
+    first, second = StateFolder(tmp_path / "s", lambda: "a"), StateFolder(tmp_path / "s", lambda: "b")
+    first.open()
+    child = os.dup(first._lock)
+    try:
+        first.close()
+        second.open()
+        assert second.starts == 2
+    finally:
+        second.close()
+        os.close(child)
+
+
 @pytest_twisted.ensureDeferred
 async def test_two_agents_of_one_machine_do_not_touch_each_other(rigs, reactor, tmp_path):
     """The same shard and attempt of an agent with another state folder is another agent's."""

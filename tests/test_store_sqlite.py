@@ -18,6 +18,7 @@ from twisted.internet import reactor, task
 from llmgw.fleet.records import NodeRecord
 from llmgw.store.errors import StoreError
 from llmgw.store.lease import SqliteLeadership
+from llmgw.store.lockfile import LockFile
 from llmgw.store.sqlite import APPLICATION, SqliteBackend
 from tests.store_fixtures import *  # noqa: F403
 
@@ -176,6 +177,20 @@ async def test_a_second_server_is_refused_naming_the_first(stores, file, run):
     assert (error.code, f"is locked by pid {holder.process.pid}, another llmgw-server" in str(error)) == ("locked", True)
     holder.kill()
     assert not (await stores(f"sqlite:///{file}").open()).fresh
+
+
+def test_a_lock_let_go_of_is_free_whatever_was_just_forked(tmp_path):
+    """A child has the lock's descriptor until it executes its program; a copy of it stands in for one that is slow to."""
+    first, second = LockFile(tmp_path / "lock"), LockFile(tmp_path / "lock")
+    first.take()
+    child = os.dup(first._file)
+    try:
+        first.release()
+        second.take()
+        assert (tmp_path / "lock").read_text().strip() == str(os.getpid())
+    finally:
+        second.release()
+        os.close(child)
 
 
 LOCKER = """

@@ -52,6 +52,9 @@ class StateFolder:
     def close(self) -> None:
         """Let go of the lock; does nothing the second time."""
         if self._lock >= 0:
+            # Closing alone would leave it to a child that has been forked and has not got as far as its program yet.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 

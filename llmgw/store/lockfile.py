@@ -41,5 +41,8 @@ class LockFile:
     def release(self) -> None:
         """Let go."""
         if self._file is not None:
+            # Closing alone would leave it to a child that has been forked and has not got as far as its program yet.
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = None

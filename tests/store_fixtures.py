@@ -7,6 +7,7 @@ import pytest_twisted
 
 from llmgw.store.sql import SqlStore
 from llmgw.testing.postgres import Postgres, programs
+from tests.ports import free_port
 
 needs_postgres = pytest.mark.skipif(
     programs() is None, reason="PostgreSQL's server is not installed (apt-get install postgresql)"
@@ -16,7 +17,7 @@ needs_postgres = pytest.mark.skipif(
 @pytest.fixture(scope="session")
 def postgres():
     """One PostgreSQL server for all tests."""
-    server = Postgres()
+    server = Postgres(free_port())
     try:
         server.start()
         yield server

@@ -39,9 +39,12 @@ def programs() -> Path | None:
 
 
 class Postgres:
-    """One server. It is no child of ours (C{pg_ctl} lets go of it), so L{close} must be called."""
+    """One server. It is no child of ours (C{pg_ctl} lets go of it), so L{close} must be called.
 
-    def __init__(self) -> None:
+    @param port: one that nobody takes while the server is stopped; 0 for any that is free now.
+    """
+
+    def __init__(self, port: int = 0) -> None:
         bin_folder = programs()
         if bin_folder is None:
             raise FileNotFoundError("PostgreSQL's server is not installed: apt-get install postgresql")
@@ -49,7 +52,7 @@ class Postgres:
         self.folder = Path(tempfile.mkdtemp(prefix="llmgw-pg-"))
         self.data = self.folder / "data"
         self.passfile = self.folder / "passfile"
-        self.port = _free_port()
+        self.port = port or _free_port()
         self._databases = 0
         self._as: dict[str, Any] = {}
         if os.geteuid() == 0:

@@ -77,13 +77,14 @@ def test_a_full_disk_loses_the_copies_not_the_bound(tmp_path, monkeypatch):
 
 
 def test_answers_are_remembered(tmp_path):
-    """Also past a torn line, and never more than the last thousand."""
+    """Also past a torn line and one of nothing but brackets, and never more than the last thousand."""
     path = tmp_path / "operations.jsonl"
     first = Operations(path)
     first.load()
     first.add(Done("a", True))
     first.add(Done("b", False, "exited", {"text": "exit status 1"}))
     with open(path, "ab") as file:
+        file.write(b"\n" + b"[" * 100_000)
         file.write(b'\n{"operation": "torn')
     second = Operations(path)
     second.load()
@@ -123,6 +124,16 @@ def attempt(folders: ShardFolders, shard: str, number: int, size: int = 10):
     (folder.path / "output.log").write_bytes(b"x" * size)
     os.utime(folder.path, (number, number))
     return folder
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\xff", "[" * 100_000], ids=["empty", "half", "list", "binary", "deep"])
+def test_damaged_notes_of_an_attempt_are_as_good_as_none(tmp_path, text):
+    """Whatever is in its files, the other attempts are adopted."""
+    folder = ShardFolders(tmp_path).attempt("m/1/0", 1)
+    folder.create()
+    for name in ("intent.json", "run.json", "exit.json"):
+        (folder.path / name).write_bytes(text.encode("latin-1"))
+    assert (folder.intent(), folder.run(), folder.outcome()) == (None, None, None)
 
 
 def test_ten_attempts_of_a_shard_are_kept(tmp_path):

@@ -115,7 +115,7 @@ async def test_a_changed_file_is_asked_again(reactor, engine):
     assert len(engine.questions()) == 4
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\xff", "[" * 100_000], ids=["empty", "half", "list", "binary", "deep"])
 @pytest_twisted.ensureDeferred
 async def test_a_damaged_cache_only_costs_the_asking(reactor, engine, text):
     """Whatever is in the file: engines are asked again and it is written anew."""

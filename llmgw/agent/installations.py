@@ -106,7 +106,7 @@ class Installations:
             self._answers = {str(key): str(value) for key, value in kept.items()}
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.log.warn("{cache} is not usable, engines are asked again: {error}", cache=str(self._cache), error=str(error))
         for installation in self.all():
             self._ask_quietly(installation, "version")

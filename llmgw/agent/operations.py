@@ -41,7 +41,7 @@ class Operations:
         for line in lines:
             try:
                 self._keep(from_plain(json.loads(line), Done))
-            except ValueError:
+            except (ValueError, RecursionError):
                 log.warn("a line of {path} cannot be read: skipped", path=str(self._path))
 
     def get(self, operation: str) -> Done | None:

@@ -112,7 +112,7 @@ class AttemptFolder:
             return json.loads((self.path / name).read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.error("{path} cannot be read: {error}", path=str(self.path / name), error=str(error))
             return None
 

@@ -94,6 +94,13 @@ def test_g4_in_place_a_rollback_brings_the_old_profile_back():
     assert generations(fleet) == {OLD} and rollout(fleet).state == "rolled_back"
 
 
+def test_g6_in_place_never_two_at_once():
+    """G6: three replicas, no spare device: one at a time is missing, never two, while the successor loads."""
+    fleet = serving({"a": 1, "b": 1, "c": 1}, [model("m", 3)])
+    fleet.apply([model("m", 3, version=2)])
+    assert least(fleet, 90) == 2 and generations(fleet) == {NEW}
+
+
 def test_a_rollback_survives_restarts_of_the_server_and_ends_with_the_next_apply():
     """The pin is in the store: a restarted server does not try the bad profile again; another apply does what it says."""
     fleet = serving(models=[model("m", 1)])

@@ -282,9 +282,13 @@ class Handlers:
 
 
 def _each(model: Data) -> list[str]:
-    """A line per replica that is not ready."""
+    """A line per replica that is not ready, and one where the model is kept from the catalog's profile."""
     shards = [shard for replica in model["replicas"] if replica["state"] != "ready" for shard in replica["shards"]]
-    return [f"  {shard['id']}  {shard['node']}  {shard['state']}  {shard['reason']}".rstrip() for shard in shards]
+    lines = [f"  {shard['id']}  {shard['node']}  {shard['state']}  {shard['reason']}".rstrip() for shard in shards]
+    rollout = model.get("rollout") or {}
+    if rollout.get("state") in ("rolled_back", "undone", "paused"):
+        lines.append(f"  rollout {rollout['state'].replace('_', ' ')}: {rollout['reason']}".rstrip(": "))
+    return lines
 
 
 def _event(event: FleetEvent) -> Data:

@@ -191,6 +191,8 @@ def complaints(status: Answer, now: float) -> list[str]:
                 replica_text(replica, now) for replica in model.get("replicas") or () if replica.get("state") != "ready"
             )
             found.append(f"model {model['name']}: {model.get('ready', 0)}/{model['wanted']} ready: {why}".rstrip(": "))
+        elif (rollout := model.get("rollout") or {}).get("state") == "rolled_back":
+            found.append(f"model {model['name']}: {rollout.get('reason')}")
     for node in status.get("nodes") or ():
         wrong = [node["state"]] if node.get("state") not in ("ready", "removed") else []
         wrong += [flag for flag in node.get("flags") or () if flag == "quarantined"]

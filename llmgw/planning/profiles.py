@@ -94,7 +94,8 @@ def _failed_now(draft: Draft) -> dict[str, list[ShardRecord]]:
 
 def _counted(record: RolloutRecord, model: Model, failed: Iterable[ShardRecord]) -> RolloutRecord:
     """Ranks that fell together count once: they share an attempt."""
-    attempts = {f"{s.model}/{s.number}:{s.attempt}": s.last_reason for s in failed if s.generation == model.generation}
+    ours = [shard for shard in failed if shard.generation == model.generation]
+    attempts = {f"{shard.model}/{shard.number}:{shard.attempt}": f"{shard.shard}: {shard.last_reason}" for shard in ours}
     fresh = {attempt: reason for attempt, reason in attempts.items() if attempt not in record.failures}
     if not fresh:
         return record

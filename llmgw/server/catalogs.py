@@ -134,7 +134,7 @@ class Catalogs:
         revision = CatalogRevision(number, dump_catalog(diff.catalog), now, origin)
         forgotten = [Drop("rollout", model.name) for model in diff.removed if model.name in controller.truth.rollouts]
         news = differences(controller.truth, controller.truth.nodes, draft.shards, draft.events, draft.rollouts)
-        return [revision, *news, *forgotten, event]
+        return [revision, event, *news, *forgotten]
 
     def _roll_out(self, draft: Draft, model: Model, replicas: list[Replica], outage: bool) -> None:
         """Begin the rollout with the revision, so that whoever looks next sees that it is not done."""

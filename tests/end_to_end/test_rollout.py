@@ -1,0 +1,212 @@
+"""Changes under constant load through real daemons: rollouts, rollbacks, drains; what clients notice of them is nothing."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+
+import pytest
+
+from llmgw.testing.tiny_gguf import write_tiny_gguf
+from tests.end_to_end.fleet import QUICK, Stream, fake_model, until
+
+STREAM = ("--events", "400", "--interval", "0.02")
+TINY = """
+  - name: m
+    replicas: 2
+    profile:
+      engine: llamacpp
+      weights: tiny.gguf
+      context: {context}
+      arguments: {{parallel: 2, threads: 1{more}}}
+      resources: {{devices: 0, host_memory: 64MiB}}
+"""
+
+
+class Load:
+    """Clients that ask again and again, half of them with streams; C{failures} are what they would complain of."""
+
+    def __init__(self, fleet, clients=4):
+        self.asked, self.failures = 0, []
+        self._fleet, self._over = fleet, threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(n % 2 == 0,), daemon=True) for n in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _client(self, streams):
+        while not self._over.is_set():
+            try:
+                if streams:
+                    Stream(self._fleet.router, "m", 5).whole()
+                elif (answer := self._fleet.ask())[0] != 200:
+                    raise RuntimeError(answer)
+            except (OSError, RuntimeError, AssertionError, http.client.HTTPException) as error:
+                self.failures.append(repr(error))
+            self.asked += 1
+            self._over.wait(0.02)
+
+    def end(self):
+        """Stop; fails if anybody was failed, or hardly anybody asked."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+        assert not self.failures, f"{len(self.failures)} of {self.asked} failed: {self.failures[:3]}"
+        assert self.asked > 30
+
+
+def start(fleet, models, nodes=("n1",), timing=QUICK):
+    """A server and agents; all models are given as text."""
+    fleet.write_server(models, timing=timing)
+    for name in nodes:
+        fleet.write_agent(name)
+    fleet.start_server()
+    for name in nodes:
+        fleet.start_agent(name)
+    return fleet
+
+
+def rollout(fleet):
+    """Model m's rollout as status shows it."""
+    return next(row for row in fleet.status()["models"] if row["name"] == "m")["rollout"]
+
+
+def changed(fleet, before, count=2):
+    """The shards once none of C{before} is left and all are ready."""
+
+    def look():
+        now = fleet.shards()
+        pids = {shard["pid"] for shard in now}
+        return len(now) == count and not pids & before and all(s["state"] == "ready" for s in now) and pids
+
+    return until(look, "all changed", 60)
+
+
+def test_f16_a_changed_profile_is_rolled_out_under_load_without_a_failed_request(fleet):
+    """F16: apply says how, every replica is another process at the end, and no client saw anything."""
+    start(fleet, fake_model("m", 2))
+    before = {shard["pid"] for shard in fleet.ready(count=2)}
+    load = Load(fleet)
+    said = fleet.llmgw("apply", str(fleet.write_server(fake_model("m", 2, "--events", "9"))))
+    assert "2 replicas replaced one at a time, each successor ready before the old one drains (the first on n1)" in said
+    fleet.llmgw("wait", "m", "--timeout", "30s")
+    changed(fleet, before)
+    load.end()
+    assert rollout(fleet)["state"] == "done"
+    assert f"done: all replicas run profile {rollout(fleet)['target']}" in fleet.llmgw("rollout", "m")
+
+
+def test_g4_a_profile_that_cannot_start_is_rolled_back_under_load_and_stays_so_over_a_restart(fleet):
+    """G4: it stops, goes back and says why, in status, rollout, explain, events and wait; a restarted server leaves it there."""
+    start(fleet, fake_model("m", 2))
+    before = {shard["pid"] for shard in fleet.ready(count=2)}
+    load = Load(fleet)
+    bad = fake_model("m", 2, "--exit-after", "0", "--exit-code", "3", more="    rollout: {failures: 2}\n")
+    fleet.llmgw("apply", str(fleet.write_server(bad)))
+    assert "rolled back to profile" in fleet.llmgw("wait", "m", "--timeout", "30s", code=1)
+    load.end()
+    for command in ("status", "rollout m", "explain m", "events"):
+        said = fleet.llmgw(*command.split())
+        assert "after 2 failed attempts" in said and "exit status 3" in said, command
+    assert "rolled back" in fleet.llmgw("status", "--check", code=1)
+    fleet.end("server")
+    fleet.start_server()
+    until(lambda: {shard["pid"] for shard in fleet.ready(count=2)} == before, "the same engines")
+    assert rollout(fleet)["state"] == "rolled_back" and fleet.ask()[0] == 200
+
+
+@pytest.mark.slow
+def test_a_rollout_is_paused_resumed_and_undone(fleet):
+    """What the command says is what happens, and the orders are events."""
+    start(fleet, fake_model("m", 1))
+    before = {shard["pid"] for shard in fleet.ready()}
+    fleet.llmgw("apply", str(fleet.write_server(fake_model("m", 1, "--load-seconds", "1"))))
+    assert "paused; no further replica is changed" in fleet.llmgw("rollout", "m", "--pause")
+    until(lambda: rollout(fleet)["state"] == "paused", "paused")
+    assert before <= {shard["pid"] for shard in fleet.shards()}
+    fleet.llmgw("rollout", "m", "--resume")
+    changed(fleet, before, 1)
+    assert "undone" in fleet.llmgw("rollout", "m", "--undo")
+    until(lambda: rollout(fleet)["state"] == "undone" and rollout(fleet)["changed"] == 1, "back")
+    assert fleet.llmgw("events").count("rollout") >= 4
+
+
+def test_g1_a_drain_lets_a_long_stream_end_whole_and_waits_for_it(fleet):
+    """G1: the successor serves first, the stream that runs ends with [DONE], and --wait returns when the node is empty."""
+    start(fleet, fake_model("m", 1, *STREAM), ("n1", "n2"))
+    home = fleet.ready()[0]["node"]
+    stream = fleet.stream(tokens=120)
+    until(lambda: len(stream.pieces) > 3, "the stream has begun")
+    said = fleet.llmgw("drain", home, "--deadline", "1m", "--wait")
+    assert stream.done
+    stream.whole()
+    assert f"{home}: 1 replica left: m/1 draining, 1 in flight" in said and said.endswith(f"{home}: drained\n")
+    assert [shard["node"] for shard in fleet.ready()] == [{"n1": "n2", "n2": "n1"}[home]]
+
+
+def test_g1_at_the_deadline_a_stream_ends_with_an_error_event(fleet):
+    """G1: cut, and told so: never a silent end, never [DONE]."""
+    start(fleet, fake_model("m", 1, *STREAM))
+    fleet.ready()
+    stream = fleet.stream(tokens=400)
+    until(lambda: len(stream.pieces) > 3, "the stream has begun")
+    begun = time.monotonic()
+    fleet.llmgw("drain", "n1", "--deadline", "1s", "--force", "--wait")
+    assert time.monotonic() - begun < 6
+    stream.join(5)
+    assert not stream.done and "ended without" not in str(stream.error) and isinstance(stream.error, RuntimeError), stream.error
+
+
+@pytest.mark.slow
+def test_a_drain_that_somebody_ends_is_no_success(fleet):
+    """--wait fails with who ended it; a node that runs something is not removed."""
+    start(fleet, fake_model("m", 1, *STREAM))
+    fleet.ready()
+    assert "llmgw drain n1 --wait" in fleet.llmgw("node", "remove", "n1", code=1)
+    fleet.stream(tokens=400)
+    said: list[str] = []
+    waiting = threading.Thread(
+        target=lambda: said.append(fleet.llmgw("drain", "n1", "--allow-outage", "--wait", code=1)), daemon=True
+    )
+    waiting.start()
+    until(lambda: "draining" in fleet.status()["nodes"][0]["flags"], "draining")
+    fleet.llmgw("uncordon", "n1")
+    waiting.join(20)
+    assert said and "n1 does not drain any more: somebody said llmgw uncordon n1" in said[0]
+
+
+@pytest.mark.slow
+def test_f16_a_real_model_is_rolled_out_and_a_bad_profile_of_it_rolled_back_under_load(fleet):
+    """F16, G4 with llama.cpp: another context comes into force without a failed request; an unknown KV type does not."""
+    (fleet.folder / "models").mkdir()
+    write_tiny_gguf(fleet.folder / "models" / "tiny.gguf")
+    start(fleet, TINY.format(context=256, more=""))
+    before = {shard["pid"] for shard in fleet.ready(count=2, seconds=60)}
+    load = Load(fleet, 2)
+    fleet.llmgw("apply", str(fleet.write_server(TINY.format(context=512, more=""))))
+    fleet.llmgw("wait", "m", "--timeout", "50s")
+    good = changed(fleet, before)
+    bad = TINY.format(context=512, more="").replace("tiny.gguf", "absent.gguf")
+    (fleet.folder / "models" / "absent.gguf").write_bytes(b"GGUF and then nothing")
+    fleet.llmgw("apply", str(fleet.write_server(bad)))
+    assert "rolled back to profile" in fleet.llmgw("wait", "m", "--timeout", "50s", code=1)
+    load.end()
+    assert {shard["pid"] for shard in fleet.ready(count=2)} == good
+
+
+@pytest.mark.slow
+def test_a_drain_with_a_stream_of_a_minute_ends_whole(fleet):
+    """60 s of stream on the drained node, and not one event is lost."""
+    start(
+        fleet,
+        fake_model("m", 1, "--events", "600", "--interval", "0.1"),
+        ("n1", "n2"),
+        f"{QUICK}, drain: 3m".replace("drain: 10s, ", ""),
+    )
+    home = fleet.ready()[0]["node"]
+    stream = fleet.stream(tokens=600)
+    until(lambda: len(stream.pieces) > 3, "the stream has begun")
+    fleet.llmgw("drain", home, "--deadline", "3m")
+    stream.whole(90)
+    assert len(stream.pieces) >= 600
+    until(lambda: f"{home}: drained" in fleet.llmgw("events"), "drained")

@@ -1,6 +1,6 @@
 """A process that is nothing but a parent of router workers, for tests that kill it.
 
-C{python -m tests.worker_parent STATE PORT ENGINE WORKERS}
+C{python -m tests.worker_parent STATE PORT ENGINE WORKERS DRAIN}
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from llmgw.server.workers import RouterWorkers
 
 
 def main() -> None:
-    state, port, engine, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    settings = RouterSettings(Address("127.0.0.1", port), workers=count, timeouts=Timeouts(drain=8.0))
+    state, port, engine, count, drain = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
+    settings = RouterSettings(Address("127.0.0.1", port), workers=count, timeouts=Timeouts(drain=drain))
     workers = RouterWorkers(reactor, settings, state)
     workers.listen()
     workers.start()

@@ -54,6 +54,9 @@ class StillRouters(SimRouters):
     def certificates(self) -> None:
         pass
 
+    def used_today(self, tokens, now) -> None:
+        pass
+
     def metrics(self) -> Deferred[str]:
         return succeed("llmgw_router_up 1\n")
 

@@ -143,6 +143,19 @@ def test_tokens_per_day(board):
     assert granted(allowance, NOON + 43201, 1, 100) == 1
 
 
+def test_tokens_of_today_are_recalled_once(board):
+    """After a stop of everything the store knows what was used; what a worker has counted meanwhile is not counted twice."""
+    row = board.row("key/k")
+    used = lambda: windows.sums(board.every_column(), row, 60)[4]  # noqa: E731
+    windows.recall(board.every_column(), board.own, row, 60, 500)
+    windows.recall(board.every_column(), board.own, row, 60, 500)
+    assert used() == 500
+    windows.add_tokens(board.own, row, 60, 80)
+    windows.recall(board.every_column(), board.own, row, 60, 550)
+    assert used() == 580
+    assert windows.sums(board.every_column(), row, 60)[:4] == (0, 0, 80, 0), "the minute is another matter"
+
+
 def test_team_shares(board):
     """Keys of one team use one budget; another key has its own."""
     one, two = (Allowance(key(id, team="t", rpm=10), board) for id in ("a", "b"))

@@ -7,6 +7,7 @@ from twisted.internet.task import Clock
 
 from llmgw.server.usage import UsageSpool
 from llmgw.store.errors import StoreError
+from llmgw.store.records import UsageRow
 
 
 class Store:
@@ -16,6 +17,11 @@ class Store:
         self.batches = []
         self.failing = False
         self.hanging = None
+        self.used = []
+
+    def usage(self, since, until, by):
+        self.asked = (since, until, by)
+        return fail(StoreError("full", "full")) if self.failing else succeed(self.used)
 
     def add_usage(self, batch, rows):
         self.batches.append((batch, rows))
@@ -100,3 +106,20 @@ def test_stop_writes_what_there_is():
     assert len(store.batches) == 1
     clock.advance(60)
     assert len(store.batches) == 1
+
+
+def test_todays_tokens_are_told_at_the_start():
+    """Of this day (UTC), by key; a store that does not answer is said in a line, and nothing stops for it."""
+    store, told = Store(), []
+    store.used = [UsageRow(0, "k", "", prompt_tokens=30, completion_tokens=12), UsageRow(0, "", "", prompt_tokens=5)]
+    made = UsageSpool(store, Clock(), lambda: 3 * 86400 + 7200.5)
+    made.on_today = lambda *words: told.append(words)
+    made.add([row(key="k", prompt_tokens=1), row(key="other", completion_tokens=3)])
+    made.start()
+    assert store.asked == (3 * 86400, 4 * 86400, ("key",))
+    assert told == [({"k": 43, "other": 3}, 3 * 86400 + 7200.5)]
+    store.failing = True
+    again = UsageSpool(store, Clock(), lambda: 0.0)
+    again.on_today = lambda *words: told.append(words)
+    again.start()
+    assert len(told) == 1

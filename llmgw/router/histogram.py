@@ -119,7 +119,7 @@ class Metrics:
         self.cancels = self._new("cancels_total", "counter",
                                  "Clients that left, by phase: queued, before_first_byte, streaming.", ("phase",))  # fmt: skip
         self.streams = self._new("stream_ends_total", "counter",
-                                 "Ends of streams: done, engine_error, upstream_error, client_gone, timeout, cut.", ("kind",))  # fmt: skip
+                                 "Ends: done, engine_error, upstream_error, client_gone, timeout, cut.", ("kind",))  # fmt: skip
         self.breaker = self._new("breaker_open", "gauge", "1 while a replica is left alone after failures.", ends)
         self.breaker_changes = self._new("breaker_changes_total", "counter", "Breakers opened and closed.", (*ends, "to"))
         self.prefix_blocks = self._new("prefix_blocks_total", "counter", "Blocks of prompts routed.", one)

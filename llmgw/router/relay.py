@@ -295,7 +295,10 @@ class Exchange:
         if status in (401, 403):
             self._connection = None
             connection.abort()
-            self._failed("key", f"refused the router's key (HTTP {status}): something else may have its port")
+            self._failed(
+                "key" if status == 401 else "forbidden",
+                f"refused the router's key (HTTP {status}): something else may have its port",
+            )
             return True
         if is_failure(status):
             self._failure("status", f"answered HTTP {status}")

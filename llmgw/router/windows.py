@@ -60,6 +60,14 @@ def add_tokens(cells: memoryview[int], row: int, minute: int, tokens: int) -> No
         cells[row + TOKENS_TODAY] += tokens
 
 
+def recall(columns: Iterable[memoryview[int]], own: memoryview[int], row: int, minute: int, tokens: int) -> None:
+    """Make what all columns together have used today at least C{tokens}, in the own one."""
+    missing = tokens - sums(columns, row, minute)[4]
+    if missing > 0:
+        roll(own, row, minute)
+        own[row + TOKENS_TODAY] += missing
+
+
 def inherit(heir: memoryview[int], dead: memoryview[int], row: int) -> None:
     """Add what one column counted in a row to another column."""
     minute = max(heir[row + STAMP], dead[row + STAMP])

@@ -111,7 +111,7 @@ class Controller:
         self.reckoner = reckoner or Reckoner()
         self.weights = Weights(self.clocks.steady, self.touch)
         self.emission = Emission(leadership, self.clocks.steady)
-        self.routing = Routing(routers, self.touch)
+        self.routing = Routing(routers, self.touch, self.clocks.steady)
         self.demand = Demand(self.clocks.steady, routers.in_flight, self.touch)
         self.outcome: Outcome | None = None
 
@@ -186,7 +186,7 @@ class Controller:
         waited = self.clocks.steady() - self._last_plan
         due = outcome is not None and outcome.wake is not None and waited >= outcome.wake
         waiting = outcome is not None and (outcome.pending or outcome.notes) and waited >= 10.0
-        if draining or due or waiting:
+        if draining or due or waiting or self.routing.due:
             self.touch()
         self.emission.repeat()
 

@@ -27,7 +27,10 @@ log = Logger()
 
 @frozen
 class Known:
-    """What a table is made from. C{reasons} says by model why it has fewer endpoints than it should."""
+    """What a table is made from. C{reasons} says by model why it has fewer endpoints than it should.
+
+    @ivar denied: L{address_of} endpoints where somebody else answers.
+    """
 
     catalog: Catalog
     nodes: Mapping[str, NodeRecord]
@@ -38,6 +41,7 @@ class Known:
     reasons: Mapping[str, str]
     epoch: int
     secrets: Callable[[str], str]
+    denied: frozenset[tuple[object, ...]] = frozenset()
 
 
 def build(known: Known, before: Table | None) -> Table:
@@ -64,12 +68,19 @@ def _model(known: Known, model: Model, found: list[RoutedEndpoint]) -> RoutedMod
         model.aliases,
         tuple(one.id for one in found),
         routing.policy,
-        "" if found else known.reasons.get(model.name, f"{model.name} has no ready replica"),
+        "" if found else _reason(known, model.name),
         routing.fallbacks,
         routing.max_in_flight,
         routing.max_waiting,
         on_demand=model.profile is not None and model.replicas.min == 0 and model.replicas.max > 0,
     )
+
+
+def _reason(known: Known, model: str) -> str:
+    """Why a model has no endpoint."""
+    if any(str(address[0]).rpartition("/")[0] == model for address in known.denied):
+        return "what answers at its replica's address refuses the replica's key: another program may have its port"
+    return known.reasons.get(model, f"{model} has no ready replica")
 
 
 def _static(known: Known, model: Model) -> list[RoutedEndpoint]:
@@ -96,6 +107,8 @@ def _routable(known: Known, replica: Replica) -> bool:
     if not head.url or any(shard.wanted is not Wanted.RUN for shard in replica.shards):
         return False
     if any(shard.state not in (ShardState.READY, ShardState.UNKNOWN) for shard in replica.shards):
+        return False
+    if known.denied and address_of(_endpoint(known, replica)) in known.denied:
         return False
     return not any(_unhealthy(known, shard) for shard in replica.shards)
 
@@ -132,7 +145,7 @@ def _inherited(known: Known, model: str, before: Table | None, enough: bool = Fa
     recorded = {replica_of(record.shard) for record in known.shards.values() if record.model == model}
     listed = next((routed.endpoints for routed in before.models if routed.name == model), ())
     kept = [one for one in before.endpoints if one.id in listed and not one.static and one.id not in recorded]
-    return [one for one in kept if not _denied(known, one)]
+    return [one for one in kept if address_of(one) not in known.denied and not _denied(known, one)]
 
 
 def _denied(known: Known, one: RoutedEndpoint) -> bool:
@@ -163,6 +176,11 @@ def _leftover(known: Known, before: Table | None, endpoints: list[RoutedEndpoint
             endpoints += found
             models.append(RoutedModel(name, endpoints=tuple(one.id for one in found)))
     return models
+
+
+def address_of(one: RoutedEndpoint) -> tuple[object, ...]:
+    """What makes an endpoint the one that was asked: the same replica elsewhere, or with another key, is another."""
+    return one.id, one.host, one.port, one.key
 
 
 def _key(record: KeyRecord) -> KeyEntry:

@@ -6,6 +6,7 @@ does not answer in time is replaced by its owner, and its successor reads the ne
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +21,12 @@ from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
 from llmgw.planning.reconcile import Outcome
 from llmgw.router.table import Table
 from llmgw.server.membership import Membership
-from llmgw.server.routes import Known, build
+from llmgw.server.routes import Known, address_of, build
 from llmgw.server.truth import Truth
 
 SERVING = (ShardState.READY, ShardState.DRAINING)
+QUIET = 30.0
+BANNED = 60.0
 
 
 class ServersBehind(LlmgwError):
@@ -57,9 +60,12 @@ class Routing:
     log = Logger()
     PATIENCE = 10.0
 
-    def __init__(self, routers: Routers, news: Callable[[], None]) -> None:
+    def __init__(self, routers: Routers, news: Callable[[], None], steady: Callable[[], float] = time.monotonic) -> None:
         self._routers = routers
         self._news = news
+        self._steady = steady
+        self._told: dict[tuple[str, str], float] = {}
+        self._denied: dict[tuple[object, ...], float] = {}
         self._secrets: dict[str, str] = {}
         self._waiting: set[str] = set()
         self._leaving: set[str] = set()
@@ -81,6 +87,30 @@ class Routing:
         """Leaving replicas on which nothing runs any more."""
         return frozenset(replica for replica in self.unrouted & self._leaving if self._routers.in_flight(replica) == 0)
 
+    def failed(self, endpoint_id: str, kind: str, text: str) -> None:
+        """A request has failed at an endpoint. That is for breakers, but for a refused key: another engine has its port."""
+        now = self._steady()
+        if now - self._told.get((endpoint_id, kind), -QUIET) >= QUIET:
+            self._told = {told: at for told, at in self._told.items() if now - at < QUIET} | {(endpoint_id, kind): now}
+            self.log.warn("Requests to {id} fail: it {text}.", id=endpoint_id, text=text)
+        if kind != "key" or self.before is None:
+            return
+        for one in self.before.endpoints:
+            if one.id == endpoint_id and not one.static:
+                self._denied[address_of(one)] = now + BANNED
+                self._news()
+
+    def denied(self) -> frozenset[tuple[object, ...]]:
+        """Addresses that refused their own engine's key a moment ago (see L{address_of})."""
+        now = self._steady()
+        self._denied = {address: until for address, until in self._denied.items() if until > now}
+        return frozenset(self._denied)
+
+    @property
+    def due(self) -> bool:
+        """Whether an endpoint that was left out is to be tried again now."""
+        return any(until <= self._steady() for until in self._denied.values())
+
     def heard(self, shards: Iterable[ShardReport], away: bool = False) -> None:
         """A node has reported these shards, or is C{away}: what their engines say of their load corrects the routers' counts."""
         for shard in shards:
@@ -101,6 +131,7 @@ class Routing:
             reasons(outcome),
             epoch,
             self._secret,
+            self.denied(),
         )
         table = build(known, self.before)
         if not self._published or self.before is None or not same(table, self.before):

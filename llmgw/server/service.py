@@ -215,10 +215,15 @@ class Server(Service):
         self.workers.listen()
         self.workers.on_demand = self._asked
         self.workers.on_usage = self.usage.add
+        self.workers.on_failure = self._request_failed
+        self.usage.on_today = self.workers.used_today
         self.workers.start()
         if self.port is not None:
             self.succession.port = self.port
             self.port.startService()
+
+    def _request_failed(self, endpoint: str, kind: str, text: str) -> None:
+        self.controller.routing.failed(endpoint, kind, text)
 
     def _asked(self, model: str) -> None:
         """A client waits for a model that sleeps: a standby passes it on."""

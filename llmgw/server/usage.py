@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from llmgw.interfaces import IStore
 from llmgw.store.errors import StoreError
 from llmgw.store.records import UsageRow
 
+DAY = 86400.0
 _SUMS = ("requests", "failures", "prompt_tokens", "completion_tokens", "cached_tokens", "seconds")
 
 
@@ -24,6 +26,7 @@ class UsageSpool:
     A batch that may or may not have been written is written again under its own id, which the store takes once.
 
     @param wall: the clock by which hours are told.
+    @ivar on_today: called at the start with the tokens that each key has used since midnight (UTC), and the time.
     """
 
     log = Logger()
@@ -40,10 +43,28 @@ class UsageSpool:
         self._loop = LoopingCall(self.flush)
         self._loop.clock = reactor
         self.dropped = 0
+        self.on_today: Callable[[Mapping[str, int], float], object] = lambda tokens, now: None
 
-    def start(self) -> None:
-        """Begin to write."""
+    def start(self) -> Deferred[None]:
+        """Begin to write; fires when L{on_today} has been told what the store knows of today."""
         self._loop.start(self.EVERY, now=False).addErrback(lambda failure: self.log.failure("writing usage", failure))
+        return Deferred.fromCoroutine(self._recall())
+
+    async def _recall(self) -> None:
+        """Limits per day hold over a stop of everything, and a reboot, which take the routers' own counts away."""
+        now = self._wall()
+        day = now // DAY * DAY
+        try:
+            rows = await self._store.usage(day, day + DAY, ("key",))
+        except StoreError as error:
+            self.log.error("tokens per day are counted from 0, the store does not say what was used: {error}", error=str(error))
+            return
+        unwritten = [row for row in (*self._rows.values(), *(self._batch[1] if self._batch else ())) if row.hour >= day]
+        used: Counter[str] = Counter()
+        for row in (*rows, *unwritten):
+            if row.key:
+                used[row.key] += row.prompt_tokens + row.completion_tokens
+        self.on_today(used, now)
 
     def stop(self) -> Deferred[None]:
         """Write what there is, once."""

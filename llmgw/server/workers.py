@@ -12,7 +12,8 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from twisted.logger import Logger
 
 from llmgw.config.server import RouterSettings
 from llmgw.errors import LlmgwError
+from llmgw.router import windows
 from llmgw.router.channel import Message
 from llmgw.router.corrections import Corrections
 from llmgw.router.handover import collect, offers
 from llmgw.router.histogram import add_up
+from llmgw.router.limits import row_name
 from llmgw.router.prefixes import Prefixes
 from llmgw.router.scoreboard import Scoreboard, shared_file
 from llmgw.router.table import Table, read_table, write_table
@@ -74,7 +77,7 @@ class RouterWorkers:
     @ivar table: the table last published, or found on disk; None before L{listen} and where there has never been one.
     @ivar taken_over: how many sockets are from workers that still ran.
     @ivar on_demand: called with the name of a model that is asked for and has no endpoint.
-    @ivar on_failure: called with C{(endpoint id, sentence)} when an endpoint fails a request.
+    @ivar on_failure: called with C{(endpoint id, kind, sentence)} when an endpoint fails a request (see router/channel.py).
     @ivar on_usage: called with the rows of a worker's usage message.
     """
 
@@ -89,7 +92,7 @@ class RouterWorkers:
         self.generation = 0
         self.taken_over = 0
         self.on_demand: Callable[[str], None] = lambda model: None
-        self.on_failure: Callable[[str, str], None] = lambda endpoint, text: None
+        self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
         self.on_usage: Callable[[list[dict[str, Any]]], None] = lambda rows: None
         self._servers = 1
         self._checked = 0.0
@@ -172,6 +175,7 @@ class RouterWorkers:
             )  # fmt: skip
             self.places.append(place)
             place.spawn()
+        self._left_usage()
         self._checked = self._reactor.seconds()
         self._checks.start(1.0, now=False).addErrback(lambda failure: self.log.failure("The check of workers stopped", failure))
 
@@ -301,7 +305,7 @@ class RouterWorkers:
                 case "demand":
                     self.on_demand(message["model"])
                 case "failure":
-                    self.on_failure(message["endpoint"], message["text"])
+                    self.on_failure(message["endpoint"], message["kind"], message["text"])
                 case "usage":
                     self.on_usage(message["rows"])
                 case "metrics":
@@ -356,6 +360,20 @@ class RouterWorkers:
             self._corrections.forget(row)
         else:
             self._corrections.report(row, requests, self._reactor.seconds())
+
+    def used_today(self, tokens: Mapping[str, int], now: float) -> None:
+        """What keys have used since midnight, by their ids: counted from now on, where no worker has counted it already.
+
+        @param now: wall clock.
+        """
+        rows: Counter[int] = Counter()
+        for key in self.table.keys if self.table is not None else ():
+            row = self._board.row(row_name(key))
+            if row is not None and key.id in tokens:
+                rows[row] += tokens[key.id]
+        for row, used in rows.items():
+            columns = self._board.every_column()
+            windows.recall(columns, self._board.own, row, int(now // 60), used // self._servers)
 
     def metrics(self) -> Deferred[str]:
         """The Prometheus text of this server's workers, summed; of those that answer within two seconds."""

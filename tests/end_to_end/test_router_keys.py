@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import sys
 import openai
 import pytest
 
-from tests.end_to_end.fleet import RealFleet, fake_model, until
+from llmgw.router.sharedfile import shared_file
+from tests.end_to_end.fleet import RealFleet, fake_model, processes, until
 
 
 def client(fleet: RealFleet, key: str) -> openai.OpenAI:
@@ -78,6 +80,30 @@ def test_a_key_gets_a_new_secret(fleet):
     assert not refused(old) and not refused(newest), "an earlier overlap is not cut short"
     fleet.llmgw("key", "revoke", first["id"])
     until(lambda: refused(old) and refused(newest), "a revoked key has no secret any more", 5)
+
+
+def test_tokens_per_day_outlive_a_stop_of_everything(fleet):
+    """Server and workers have gone, and the memory they counted in; the day's limit holds when they come back."""
+    fleet.write_server(fake_model(), router=", keys: required")
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    fleet.ready()
+    key = json.loads(fleet.llmgw("key", "create", "alice", "--tpd", "150", "--json"))["key"]
+
+    def limited() -> bool:
+        status, body = fleet.ask(key=key)
+        assert status in (200, 429), body
+        return status == 429 and body["error"]["code"] == "tpd"
+
+    until(limited, "the day's tokens are used")
+    fleet.end("server", signal.SIGINT)
+    until(lambda: not any("llmgw.router.worker" in command for command in processes(str(fleet.folder)).values()), "all gone")
+    for name in ("scoreboard", "prefixes"):  # as a reboot would
+        shared_file(fleet.folder / "state" / "router", name).unlink(missing_ok=True)
+    fleet.start_server()
+    fleet.ready()
+    assert limited()
 
 
 def test_an_open_address_without_keys_is_refused(fleet):

@@ -49,11 +49,16 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     settings = options.settings
     top = MultiService()
     server = make_server(settings, reactor)
-    lifecycle = Lifecycle(
-        reactor, SystemdNotify(os.environ), lambda: server.reload(load(settings.path)), server.status, server.interrupted
-    )
+    admin = make_admin(settings, server, reactor)
+
+    def reload() -> None:
+        new = load(settings.path)
+        server.reload(new)
+        admin.reload(new)
+
+    lifecycle = Lifecycle(reactor, SystemdNotify(os.environ), reload, server.status, server.interrupted)
     server.when_up(lifecycle.ready)
     lifecycle.setServiceParent(top)
     server.setServiceParent(top)
-    make_admin(settings, server, reactor).setServiceParent(top)
+    admin.setServiceParent(top)
     return top

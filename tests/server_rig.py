@@ -12,7 +12,7 @@ from twisted.internet.task import Clock, deferLater
 from twisted.internet.threads import deferToThread
 
 from llmgw.admin.api import make_admin
-from llmgw.cli.client import Client
+from llmgw.cli.client import Client, Local
 from llmgw.config.server import Address, FleetSettings, RouterSettings, ServerSettings, TlsFiles
 from llmgw.fleet.model import Catalog, Model
 from llmgw.fleet.timing import Timing
@@ -94,7 +94,7 @@ class Rig:
             timing=self.TIMING,
             catalog=Catalog(models),
         )
-        self.client = Client(str(self.settings.socket))
+        self.client = Client(Local(str(self.settings.socket)))
         self.agents: dict[str, SimAgent] = {}
         self.make()
 

@@ -1,4 +1,5 @@
 """The admin API: JSON over HTTP on a unix socket. Who may open the socket may do everything, so its mode is 0660.
+Operators on other machines come by L{llmgw.admin.remote}.
 
 Surprising: C{twisted.web} is enough here and nowhere else in llmgw; a few requests a second come from people and from
 Prometheus, and none of them carries a client's tokens.
@@ -10,7 +11,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,19 @@ from twisted.internet.interfaces import IListeningPort
 from twisted.logger import Logger
 from twisted.python.failure import Failure
 from twisted.web.resource import Resource
-from twisted.web.server import NOT_DONE_YET, Request, Site
+from twisted.web.server import NOT_DONE_YET, Request
 
 from llmgw.admin.errors import BadRequest, answer_for, body
 from llmgw.admin.fields import Fields
 from llmgw.admin.handlers import Handler, Handlers
+from llmgw.admin.remote import AdminPort, caller
+from llmgw.admin.site import QuietSite
 from llmgw.config.settings import Address, ServerSettings
 from llmgw.errors import LlmgwError
 from llmgw.server.live import targets
+from llmgw.server.operations import OPERATOR
 from llmgw.server.service import Server
 
-BODY_LIMIT = 8 * 2**20
 MODE = 0o660
 
 
@@ -40,14 +43,23 @@ class CannotServe(LlmgwError):
 
 
 class Api(Resource):
-    """C{/metrics}, C{/targets} (Prometheus' http_sd of the engines) and C{routes}; names never stand in a path."""
+    """C{/metrics}, C{/targets} (Prometheus' http_sd of the engines) and C{routes}; names never stand in a path.
+
+    @param who: says who asks, as events name it, or raises why they may not.
+    """
 
     isLeaf = True  # noqa: N815  (Twisted's name)
     log = Logger()
 
-    def __init__(self, server: Server, routes: Mapping[tuple[str, str], Handler]) -> None:
+    def __init__(
+        self,
+        server: Server,
+        routes: Mapping[tuple[str, str], Handler],
+        who: Callable[[Request], str] = lambda request: OPERATOR,
+    ) -> None:
         super().__init__()
         self._server = server
+        self._who = who
         self._routes = routes
         self._paths = {path for _, path in self._routes}
 
@@ -61,6 +73,7 @@ class Api(Resource):
 
     async def _answer(self, request: Request) -> None:
         try:
+            who = self._who(request)
             method, path = request.method.decode(errors="replace"), request.path.decode(errors="replace")
             if (method, path) == ("GET", "/metrics"):
                 self._send(request, 200, (await self._server.metrics()).encode(), b"text/plain; version=0.0.4; charset=utf-8")
@@ -68,7 +81,7 @@ class Api(Resource):
             if (method, path) == ("GET", "/targets"):
                 self._send(request, 200, json.dumps(targets(self._server.workers.table)).encode())
                 return
-            status, found = 200, await self._find(method, path)(self._fields(request))
+            status, found = 200, await self._find(method, path)(self._fields(request, who))
         except LlmgwError as error:
             status, found = answer_for(error)
         self._send(request, status, json.dumps(found, ensure_ascii=False, default=str).encode())
@@ -80,14 +93,11 @@ class Api(Resource):
             raise BadRequest(f"{path} does not take {method}", "method_not_allowed", 405)
         raise BadRequest(f"there is no {path} here; is the command newer than the server?", "not_found", 404)
 
-    def _fields(self, request: Request) -> Fields:
+    def _fields(self, request: Request, who: str) -> Fields:
         if request.method == b"GET":
-            return Fields.of_query(request.args or {})
+            return Fields.of_query(request.args or {}, who)
         content = request.content
-        text = content.read(BODY_LIMIT + 1) if content is not None else b""
-        if len(text) > BODY_LIMIT:
-            raise BadRequest(f"the body is larger than {BODY_LIMIT} bytes", "too_large", 413)
-        return Fields.of_body(text)
+        return Fields.of_body(content.read() if content is not None else b"", who)
 
     def _failed(self, failure: Failure, request: Request) -> None:
         self.log.failure("while answering {path}", failure, path=request.path.decode(errors="replace"))
@@ -105,24 +115,6 @@ class Api(Resource):
         request.finish()
 
 
-class QuietSite(Site):
-    """What operators ask is no news: twisted.web would log every request. C{name} is what the log calls it."""
-
-    displayTracebacks = False  # noqa: N815  (Twisted's name)
-    noisy = False
-
-    def __init__(self, name: str, resource: Any) -> None:
-        super().__init__(resource)
-        self._name = name
-
-    def logPrefix(self) -> str:
-        """From Twisted."""
-        return self._name
-
-    def log(self, request: Any) -> None:
-        """Say nothing."""
-
-
 class Admin(Service):
     """The socket.
 
@@ -137,7 +129,7 @@ class Admin(Service):
         self._path = path
         self._server = server
         self._reactor = reactor
-        self._site = QuietSite("admin", Api(server, Handlers(server, reactor).routes()))
+        self._site = QuietSite("admin", Api(server, Handlers(server, reactor).routes()), reactor)
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:
@@ -183,7 +175,7 @@ class MetricsPort(Service):
         self._address = address
         self._server = server
         self._reactor = reactor
-        self._site = QuietSite("metrics", Api(server, {}))
+        self._site = QuietSite("metrics", Api(server, {}), reactor)
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:
@@ -202,10 +194,32 @@ class MetricsPort(Service):
         return (port.stopListening() if port is not None else None) or succeed(None)
 
 
-def make_admin(settings: ServerSettings, server: Server, reactor: Any) -> MultiService:
-    """The admin API's service and, where it is asked for, the metrics' own address."""
-    both = MultiService()
-    Admin(settings.socket, server, reactor).setServiceParent(both)
-    if settings.router.metrics is not None:
-        MetricsPort(settings.router.metrics, server, reactor).setServiceParent(both)
-    return both
+class AdminServices(MultiService):
+    """All ways to the admin API.
+
+    @ivar remote: the one for other machines, None where there is none.
+    """
+
+    def __init__(self, settings: ServerSettings, server: Server, reactor: Any) -> None:
+        super().__init__()
+        Admin(settings.socket, server, reactor).setServiceParent(self)
+        if settings.router.metrics is not None:
+            MetricsPort(settings.router.metrics, server, reactor).setServiceParent(self)
+        self.remote: AdminPort | None = None
+        if settings.admin is not None:
+            api = Api(server, Handlers(server, reactor).routes(), caller)
+            self.remote = AdminPort(settings, QuietSite("admin-remote", api, reactor), reactor, server.cannot_start)
+            self.remote.setServiceParent(self)
+
+    def reload(self, settings: ServerSettings) -> None:
+        """SIGHUP: take certificates anew.
+
+        @raise LlmgwError: one cannot be used, and the old one stays.
+        """
+        if self.remote is not None:
+            self.remote.reload(settings)
+
+
+def make_admin(settings: ServerSettings, server: Server, reactor: Any) -> AdminServices:
+    """The admin API's services and, where it is asked for, the metrics' own address. Nothing is opened before they start."""
+    return AdminServices(settings, server, reactor)

@@ -49,10 +49,17 @@ def answer_for(error: LlmgwError) -> Answer:
         return 400, body("invalid", f"the catalog has {count}; nothing was changed", problems)
     for kind, status, code in _KINDS:
         if isinstance(error, kind):
-            return status, body(code, str(error))
+            return status, _told_where(body(code, str(error)), error) if code == "not_leader" else body(code, str(error))
     if isinstance(error, StoreError):
         return 503, body(f"store_{error.code}", str(error))
     return 409, body("refused", str(error))
+
+
+def _told_where(said: dict[str, Any], error: LlmgwError) -> dict[str, Any]:
+    """With C{leader}, who leads, and C{address}, where operators reach that one; each empty if it is not known."""
+    leader = str(getattr(error, "leader", "")).partition("@")[0]
+    said["error"] |= {"leader": leader, "address": getattr(error, "address", "")}
+    return said
 
 
 def body(code: str, message: str, problems: list[Any] | None = None) -> dict[str, Any]:

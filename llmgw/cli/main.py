@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from llmgw.cli.client import Refused, Unreachable
 from llmgw.cli.session import Session, json_option
@@ -76,12 +77,34 @@ class Commands(click.Group):
     metavar="PATH",
     help="The server's admin socket; also taken from $LLMGW_SOCKET.",
 )
+@click.option(
+    "--server",
+    envvar="LLMGW_SERVER",
+    metavar="HOST:PORT",
+    help="A server on another machine (its admin.listen) instead of the socket; needs --cert. Also $LLMGW_SERVER.",
+)
+@click.option("--cert", envvar="LLMGW_CERT", metavar="FILE", help="Your operator's certificate. Also $LLMGW_CERT.")
+@click.option(
+    "--key", envvar="LLMGW_CERT_KEY", metavar="FILE", help="Its key; default: NAME.key beside it. Also $LLMGW_CERT_KEY."
+)
+@click.option("--ca", envvar="LLMGW_CA", metavar="FILE", help="The fleet's authority; default: ca.pem beside it. Also $LLMGW_CA.")
 @click.version_option(package_name="llmgw", prog_name="llmgw", message="%(prog)s %(version)s")
 @json_option
 @click.pass_context
-def llmgw(context: click.Context, socket: str) -> None:
+def llmgw(context: click.Context, socket: str, server: str | None, cert: str | None, key: str | None, ca: str | None) -> None:
     """Operate llmgw: language models on machines that somebody owns."""
-    context.ensure_object(Session).socket = socket
+    session = context.ensure_object(Session)
+    session.socket = socket
+    session.server = _server(context, server)
+    session.credentials = (cert or "", key or "", ca or "")
+
+
+def _server(context: click.Context, server: str | None) -> str:
+    """What is typed wins over the environment, and of two in the environment the server over the socket."""
+    typed = {name for name in ("socket", "server") if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if len(typed) == 2:
+        raise click.UsageError("--socket and --server are two ways to a server: give one")
+    return "" if typed == {"socket"} else server or ""
 
 
 def run(arguments: Sequence[str]) -> int:

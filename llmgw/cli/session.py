@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from attrs import define
 
-from llmgw.cli.client import Answer, Client
+from llmgw.cli.client import Answer, Client, Local
 from llmgw.fleet.units import parse_duration
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -17,15 +17,30 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @define
 class Session:
-    """C{socket} is the admin socket's path; C{as_json} asks for the answer as the API gave it."""
+    """C{socket} is the admin socket's path; C{as_json} asks for the answer as the API gave it.
+
+    @ivar server: HOST:PORT of a server elsewhere, which then counts instead of the socket.
+    @ivar credentials: an operator's certificate, key and authority, empty where not given.
+    """
 
     socket: str = "/run/llmgw/admin.sock"
+    server: str = ""
+    credentials: tuple[str, str, str] = ("", "", "")
     as_json: bool = False
 
     @property
     def client(self) -> Client:
-        """The way to the server; opens nothing by itself."""
-        return Client(self.socket)
+        """The way to the server; opens nothing by itself.
+
+        @raise click.UsageError: a server elsewhere is asked for without a certificate, or with one that cannot be used.
+        """
+        if not self.server and not self.credentials[0]:
+            return Client(Local(self.socket))
+        from llmgw.cli.remote import Credentials, Remote
+
+        credentials = Credentials.find(*self.credentials)
+        home = Remote(self.server, credentials) if self.server else Local(self.socket)
+        return Client(home, lambda address: Remote(address, credentials))
 
     def show(self, answer: Any, text: Callable[[], str] | None = None) -> None:
         """Print C{answer} as JSON or as C{text} makes it (default: the server's own sentences)."""

@@ -7,6 +7,7 @@ Without a C{fleet} section llmgw-server is only a router over static endpoints; 
 from __future__ import annotations
 
 import os
+import re
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ ADMIN_SOCKET = Path("/run/llmgw/admin.sock")
 STATE = Path("/var/lib/llmgw")
 MAX_SOCKET_PATH = 107
 ADMIN_PORT = 7444
+_SERIAL = re.compile(r"[0-9a-f]{8,40}\Z", re.ASCII | re.IGNORECASE)
 
 
 def read_server(file: Path, content: str, machine: Machine | None = None) -> ServerSettings:
@@ -88,6 +90,13 @@ def _socket(item: Item, reading: Reading) -> Path:
     return found
 
 
+def _serial(item: Item, reading: Reading) -> str:
+    """Hexadecimal; one that happens to have no letter is no number."""
+    if not _SERIAL.match(item.text):
+        raise Wrong("a certificate's serial number, or its first 8 digits as llmgw pki list shows them", "syntax")
+    return item.text.lower()
+
+
 def _check_router(item: Item, router: RouterSettings, reading: Reading) -> None:
     if not item.has("keys") and not loopback(router.listen.host):
         reason = f"{router.listen} can be reached from other machines: say keys: required, or keys: none to serve anybody"
@@ -113,13 +122,17 @@ def _check_admin(item: Item, found: dict[str, Any], reading: Reading) -> None:
 
 
 def _make_admin(
-    fleet: FleetSettings | None, listen: Address | None = None, advertise: Address | None = None, socket: Path | None = None
+    fleet: FleetSettings | None,
+    listen: Address | None = None,
+    advertise: Address | None = None,
+    socket: Path | None = None,
+    revoked: tuple[str, ...] = (),
 ) -> AdminSettings | None:
     """Where agents reach the server, operators do, too, unless it says otherwise."""
     if listen is None:
         return None
     known = fleet.advertise.host if fleet and wildcard(listen.host) else listen.host
-    return AdminSettings(listen, advertise or Address(known, listen.port))
+    return AdminSettings(listen, advertise or Address(known, listen.port), revoked)
 
 
 def _make_fleet(listen: Address, tls: TlsFiles, advertise: Address | None = None) -> FleetSettings:
@@ -160,7 +173,13 @@ _FLEET = section(
     advertise=address(7443),
     tls=section(TlsFiles, ("authority", "certificate", "key"), authority=path, certificate=path, key=path),
 )
-_ADMIN = section(dict[str, Any], socket=_socket, listen=address(), advertise=address(ADMIN_PORT))
+_ADMIN = section(
+    dict[str, Any],
+    socket=_socket,
+    listen=address(),
+    advertise=address(ADMIN_PORT),
+    revoked=list_of(_serial),
+)
 _TIMING = Section(
     _make_timing,
     {name.name: integer(1, 1000) if name.name == "crash_budget" else duration() for name in fields(Timing)},

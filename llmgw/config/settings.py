@@ -71,10 +71,14 @@ class FleetSettings:
 
 @frozen
 class AdminSettings:
-    """Where operators on other machines are listened for. C{advertise} is how they, and those a standby sends on, dial it."""
+    """Where operators on other machines are listened for. C{advertise} is how they, and those a standby sends on, dial it.
+
+    @ivar revoked: serial numbers of certificates that are not taken any more: hexadecimal, at least their first 8 digits.
+    """
 
     listen: Address
     advertise: Address
+    revoked: tuple[str, ...] = ()
 
 
 @frozen

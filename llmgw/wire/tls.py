@@ -45,8 +45,8 @@ class TlsIdentity:
     key: Any
     authorities: Sequence[x509.Certificate]
 
-    def context(self) -> SSL.Context:
-        """A context for either side."""
+    def context(self, protocol: bytes = ALPN) -> SSL.Context:
+        """A context for either side, which speaks C{protocol} (of ALPN) over it."""
         roots = [Certificate.loadPEM(pki.certificate_text(authority)) for authority in self.authorities]
         options = CertificateOptions(
             privateKey=self.key,
@@ -54,7 +54,7 @@ class TlsIdentity:
             extraCertChain=list(self.chain[1:]),  # type: ignore[arg-type]
             trustRoot=trustRootFromCertificates(roots),
             raiseMinimumTo=TLSVersion.TLSv1_3,
-            acceptableProtocols=[ALPN],
+            acceptableProtocols=[protocol],
         )
         context = options.getContext()
         # Else OpenSSL adds the authority to what we send; a peer with another one would then complain of it, not of us.
@@ -103,12 +103,13 @@ def _check_chain(files: TlsFiles, chain: Sequence[x509.Certificate], authorities
 class LinkTls:
     """Makes the TLS side of every link, always from the newest identity."""
 
-    def __init__(self, identity: TlsIdentity) -> None:
+    def __init__(self, identity: TlsIdentity, protocol: bytes = ALPN) -> None:
+        self.protocol = protocol
         self.use(identity)
 
     def use(self, identity: TlsIdentity) -> None:
         """New links show this identity. If it cannot be used, an error is raised and the old one stays."""
-        context = identity.context()
+        context = identity.context(self.protocol)
         self.identity, self._context = identity, context
 
     @property
@@ -138,7 +139,7 @@ class _Towards:
     def clientConnectionForTLS(self, tlsProtocol: TLSMemoryBIOProtocol) -> SSL.Connection:  # noqa: N803
         """Called by Twisted for each connection made. An IP address may not be a server name in TLS."""
         connection = self._tls.serverConnectionForTLS(tlsProtocol)
-        connection.set_alpn_protos([ALPN])
+        connection.set_alpn_protos([self._tls.protocol])
         if not _is_ip(self._host):
             connection.set_tlsext_host_name(self._host.encode("idna"))
         return connection

@@ -1,0 +1,1 @@
+Operators on other machines reach the admin API over mutual TLS (`admin.listen`, `llmgw pki operator`, `llmgw --server`), are named in events, can be revoked, and are sent on from a standby to the leader.

@@ -188,3 +188,35 @@ def test_g6_the_only_replica_is_not_taken_down_without_leave():
     fleet.run(60)
     assert fleet.pids() == pids
     assert "llmgw rollout m --resume --allow-outage" in fleet.controller.outcome.notes["m"]
+
+
+def test_a_profile_that_dies_with_its_first_requests_is_rolled_back_after_the_end():
+    """Ready, so the rollout was done; then dead again and again: it goes back. Much later a crash is only a crash."""
+    fleet = serving({"a": 2}, [model("m", 1)])
+    fleet.apply([model("m", 1, version=2)])
+    fleet.run(1)
+    for _ in range(3):
+        fleet.until(lambda: rollout(fleet).state == "done" and fleet.ready("m") == 1, "ready")
+        engine = next(engine for engine in fleet.agents["a"].running() if engine.order.generation == NEW)
+        fleet.agents["a"].die(engine, fleet.clock.seconds(), "out of memory at the first request")
+        fleet.run(1)
+    assert rollout(fleet).state == "rolled_back"
+    fleet.until(lambda: fleet.ready("m") == 1 and generations(fleet) == {OLD}, "the old profile")
+    fleet.apply([model("m", 1, version=3)])
+    fleet.until(lambda: rollout(fleet).state == "done", "done")
+    fleet.run(200)
+    for _ in range(4):
+        fleet.until(lambda: fleet.ready("m") == 1, "ready")
+        engine = fleet.agents["a"].running()[0]
+        fleet.agents["a"].die(engine, fleet.clock.seconds(), "chance")
+        fleet.run(1)
+    assert rollout(fleet).state == "done"
+
+
+def test_a_budget_above_the_crash_budget_is_spent_with_that():
+    """rollout.failures: 100, but a replica is not tried a sixth time: then the rollout has failed, too."""
+    fleet = serving({"a": 2}, [model("m", 1)])
+    doom(fleet)
+    fleet.apply([evolve(model("m", 1, version=2), rollout=Rollout(failures=100))])
+    fleet.until(lambda: rollout(fleet).state == "rolled_back", "rolled back", 900)
+    assert len(rollout(fleet).failures) == 5

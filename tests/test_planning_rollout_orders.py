@@ -6,10 +6,14 @@ import pytest
 from attrs import evolve
 
 from llmgw.fleet.model import Catalog, Rollout
-from llmgw.planning.strategy import Way
+from llmgw.fleet.node import Installation
+from llmgw.fleet.shard import ShardReport, ShardState
+from llmgw.planning.strategy import Way, decide
+from llmgw.planning.world import Draft
 from llmgw.server.catalogs import Catalogs
 from llmgw.server.operations import Conflict, Operations, Outage, Unknown
 from llmgw.server.rollouts import Rollouts
+from llmgw.server.status import outdated
 from llmgw.testing.simulate import Fleet, model
 from tests.test_planning_rollout import NEW, OLD, doom, generations, least, rollout, serving
 
@@ -190,6 +194,19 @@ def test_a_restart_goes_through_a_nodes_replicas_one_by_one():
     assert most == 1 and not before.items() & fleet.pids().items()
 
 
+def test_a_replaced_installation_is_remarked_with_what_takes_it_up():
+    """Only engines that run with another version than is installed now; an unknown version says nothing."""
+
+    def report(shard, version, state=ShardState.READY):
+        return ShardReport(shard, "m", "g", 1, state, installation="vllm", version=version)
+
+    reports = [report("m/2/0", "0.33"), report("m/1/0", "0.33"), report("m/3/0", "0.34"), report("m/4/0", None)]
+    reports.append(report("m/5/0", "0.32", ShardState.STOPPED))
+    said = "m/1/0, m/2/0 still on vllm 0.33, 0.34 is installed: llmgw restart --node n1"
+    assert outdated("n1", [Installation("vllm", "vllm", version="0.34")], reports) == [said]
+    assert outdated("n1", [Installation("vllm", "vllm")], reports) == []
+
+
 def test_a_broken_installation_stops_at_the_first_replica():
     """Its successor does not get ready: every other replica there goes on as it was."""
     fleet = serving({"a": 4}, [model("m", 1), model("n", 2)])
@@ -253,6 +270,26 @@ def test_a_node_that_runs_something_is_removed_by_force_only():
     assert fleet.controller.truth.nodes["a"].state == "removed" and fleet.ready("m") == 1
 
 
+def test_a_lost_node_is_removed_without_force():
+    """It has been given up already; its replicas are elsewhere."""
+    fleet = serving({"a": 1, "b": 1}, [model("m", 1)])
+    fleet.cut.add("a")
+    fleet.until(lambda: fleet.controller.truth.nodes["a"].state == "lost", "lost", 120)
+    result(Operations(fleet.controller).remove("a"))
+    fleet.run(30)
+    assert fleet.controller.truth.nodes["a"].state == "removed" and set(fleet.routers.routed) == {"m/2"}
+
+
+def test_what_the_catalog_does_not_run_is_not_restarted():
+    """A model that was left out of a later store's catalog runs on; a restart would leave it without a successor."""
+    fleet = serving({"a": 3}, [model("m", 1), model("n", 1)])
+    fleet.apply([model("n", 1)])
+    fleet.run(2)
+    with pytest.raises(Unknown):
+        result(Operations(fleet.controller).restart("m", None, None, True))
+    assert result(Operations(fleet.controller).restart(None, "a", None, False)) == ["n/1"]
+
+
 def test_g5_one_replica_that_does_not_stop_holds_nobody_else():
     """G5: it is seen as stopping, and the rollout goes on round it."""
     fleet = serving({"a": 2, "b": 2}, [model("m", 2)])
@@ -278,13 +315,12 @@ def test_g7_a_removal_ends_as_gone_wherever_the_server_dies(step):
     assert "m" not in fleet.controller.truth.rollouts and not fleet.routers.routed
 
 
-def returned(policy, while_away=lambda fleet: None):
+def returned(policy):
     """A fleet whose node a was lost, replaced and came back, and what is routed then at most at once."""
     fleet = serving({"a": 1, "b": 1, "c": 1}, [evolve(model("m", 1), reconcile=policy)])
     fleet.cut.add("a")
     fleet.until(lambda: "m/2" in fleet.routers.routed, "a replacement", 120)
     fleet.run(30)
-    while_away(fleet)
     fleet.cut.clear()
     most = 0
     for _ in range(200):
@@ -301,15 +337,28 @@ def test_d3_a_returning_node_is_reconciled_by_the_models_policy(policy, stays):
     assert set(fleet.routers.routed) == {stays} and len(fleet.engines()) == 1 and most == 1
 
 
-def test_d3_the_longest_running_copy_is_the_replacement_when_the_original_was_restarted():
-    """D3: the original's engine died meanwhile: its new attempt is younger, whatever its number."""
+def test_d3_a_restart_makes_a_copy_young():
+    """D3: of three copies of two wanted the one that was restarted last leaves, although its number is the lowest."""
+    fleet = serving(dict.fromkeys("abcd", 1), [evolve(model("m", 2), reconcile="longest_running")])
+    fleet.cut.add("b")
+    fleet.until(lambda: "m/3" in fleet.routers.routed, "a replacement", 120)
+    fleet.agents["a"].die(fleet.agents["a"].engines["m/1/0"], fleet.clock.seconds(), "chance")
+    fleet.until(lambda: fleet.controller.truth.shards["m/1/0"].state == "ready", "restarted")
+    fleet.run(5)
+    fleet.cut.clear()
+    fleet.until(lambda: set(fleet.routers.routed) == {"m/2", "m/3"}, "the two that have run longest", 30)
 
-    def die(fleet):
-        agent = fleet.agents["a"]
-        agent.die(agent.engines["m/1/0"], fleet.clock.seconds(), "chance")
 
-    fleet, most = returned("longest_running", die)
-    assert set(fleet.routers.routed) == {"m/2"} and most == 1
+def test_d3_the_original_serves_until_the_replacement_that_is_kept_does():
+    """D3: keep_replacement, which is still loading when the node comes back: never none is routed, never both."""
+    fleet = serving({"a": 1, "b": 1}, [evolve(model("m", 1), reconcile="keep_replacement")])
+    fleet.agents["b"].load = 60.0
+    fleet.cut.add("a")
+    fleet.until(lambda: "m/2/0@b loading 1" in fleet.engines(), "a replacement loads", 120)
+    fleet.cut.clear()
+    fleet.run(10)
+    assert set(fleet.routers.routed) == {"m/1"}
+    assert least(fleet, 120) == 1 and set(fleet.routers.routed) == {"m/2"} and len(fleet.engines()) == 1
 
 
 def test_d3_no_copy_that_serves_leaves_for_one_that_does_not():
@@ -342,3 +391,5 @@ def test_a_model_that_does_not_serve_needs_no_decision():
     fleet.lead([model("m", 0)])
     fleet.run(2)
     assert apply(fleet, model("m", 0, version=2), dry_run=True).decisions == ()
+    decision = decide(Draft(fleet.controller.world()), model("m", 1, version=2))
+    assert decision.way is Way.START and decision.text == "nothing of it serves, so it is started with the new profile"

@@ -104,7 +104,7 @@ def _wait(client: Client, model: str, until: float, timeout: float) -> Answer:
 
 def _settled(found: Answer) -> bool:
     """Whether as many replicas as wanted are ready and none of them is about to be replaced."""
-    changing = _state(found) in ("running", "paused")
+    changing = _state(found) in ("running", "paused") and found.get("wanted", 0) > 0
     return not changing and _current(found) >= found.get("wanted", 0)
 
 

@@ -1,9 +1,9 @@
 """Which profile of a model is in force: the rollout of a changed one, its budget of failures, and the way back.
 
 A rollout begins when the catalog's profile is another one than the last rollout was about, counts each attempt with it that
-fails, and ends when every replica runs it and is ready. When the budget is spent the model is pinned to the last good profile
-until another apply changes it or an operator resumes. Everything is in one record per model, so that a restarted server goes
-on where the last one was.
+fails, and ends when every replica runs it and is ready; for two minutes more its failures still count. When the budget is spent
+the model is pinned to the last good profile until another apply changes it or an operator resumes. Everything is in one record
+per model, so that a restarted server goes on where the last one was.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from attrs import evolve
 from llmgw.errors import LlmgwError
 from llmgw.fleet.model import Model
 from llmgw.fleet.records import RolloutRecord, RolloutState, ShardRecord
+from llmgw.fleet.shard import ShardState
 from llmgw.planning.replicas import Replica, given_up, group, wanted
 from llmgw.planning.world import Draft
+
+# So many seconds after a rollout its profile still counts as new: some engines only fail with their first requests.
+WATCH = 120.0
 
 
 class Senseless(LlmgwError):
@@ -41,7 +45,8 @@ def follow_rollout(draft: Draft, model: Model, replicas: list[Replica], failed: 
         return
     if record is not before and record.state is RolloutState.RUNNING:
         _say(draft, record, f"{model.name}: rollout of profile {model.generation}{_from(record)}")
-    if record.state is RolloutState.RUNNING:
+    watched = record.state is RolloutState.DONE and draft.world.now - record.since < WATCH
+    if record.state is RolloutState.RUNNING or watched:
         record = _judged(draft, model, _counted(record, model, failed), replicas)
     if record is not before:
         draft.put_rollout(record)
@@ -103,18 +108,24 @@ def _counted(record: RolloutRecord, model: Model, failed: Iterable[ShardRecord])
 
 
 def _judged(draft: Draft, model: Model, record: RolloutRecord, replicas: list[Replica]) -> RolloutRecord:
-    count, budget = len(record.failures), model.rollout.failures
+    count, running = len(record.failures), record.state is RolloutState.RUNNING
+    spent = count >= model.rollout.failures or (count > 0 and any(_given_up(model, replica) for replica in replicas))
     back = record.back.generation(model.name) if record.back else None
-    if count >= budget and back not in (None, model.generation):
+    if spent and back not in (None, model.generation):
         attempts = f"{count} failed attempt{'s' if count > 1 else ''} with profile {model.generation}"
         text = f"rolled back to profile {back} after {attempts}: {record.reason}"
         record = evolve(record, state=RolloutState.ROLLED_BACK, since=draft.world.now, reason=text, paused=False)
         _say(draft, record, f"{model.name}: {text}. {tried_again(record)}")
-    elif not record.paused and _complete(draft, model, replicas):
+    elif running and not record.paused and _complete(draft, model, replicas):
         reason = f"all replicas run profile {model.generation}"
         record = evolve(record, state=RolloutState.DONE, since=draft.world.now, reason=reason, failures=(), outage=False)
         _say(draft, record, f"{model.name}: rollout done: {reason}")
     return record
+
+
+def _given_up(model: Model, replica: Replica) -> bool:
+    """Whether a replica of the new profile has used its own crash budget, so that no further attempt would ever follow."""
+    return replica.state is ShardState.FAILED and replica.generation == model.generation and not replica.leaving
 
 
 def tried_again(record: RolloutRecord) -> str:

@@ -147,7 +147,7 @@ class Operations:
     def remove(self, name: str, force: bool = False, by: str = OPERATOR) -> Deferred[int]:
         """Refuse a node from now on and forget what ran there. Its engines are not stopped.
 
-        @param force: also while replicas may still run there.
+        @param force: also while replicas may still run there. A lost node needs none: it has been given up already.
         @raise Conflict: they may.
         """
 
@@ -155,7 +155,7 @@ class Operations:
             node = self._node(name)
             draft = Draft(self._controller.world())
             left = [r.shard for r in draft.shards.values() if r.allocation and r.allocation.node == name and r.state.live]
-            if left and not force:
+            if left and not force and node.state is not NodeState.LOST:
                 raise Conflict(
                     f"{name} still runs {', '.join(sorted(left)[:8])}: first llmgw drain {name} --wait. Or --force: then they "
                     "are forgotten, and go on running there until somebody stops them on the machine"
@@ -229,7 +229,8 @@ class Operations:
 
     def _chosen(self, draft: Draft, model: str | None, node: str | None, number: int | None) -> list[Replica]:
         models = group(draft.shards.values())
-        here = [replica for name, found in models.items() if model in (None, name) for replica in found if not replica.leaving]
+        ours = [one.name for one in draft.catalog.models if one.profile is not None and model in (None, one.name)]
+        here = [replica for name in ours for replica in models.get(name, []) if not replica.leaving]
         chosen = [r for r in here if (node is None or node in r.nodes) and (number is None or number == r.number)]
         if not chosen and model is not None:
             raise Unknown(f"{model} has no such replica; it has {', '.join(r.id for r in here) or 'none'}")

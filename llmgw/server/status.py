@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llmgw.fleet.model import Model
-from llmgw.fleet.node import Device, NodeState
+from llmgw.fleet.node import Device, Installation, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.planning.adopt import Orphan
@@ -122,7 +122,8 @@ class Status:
             "since": record.since,
             "reason": record.reason,
             "certificate_expires": record.certificate_expires,
-            "notes": [facts.inventory.problem] if facts and facts.inventory.problem else [],
+            "notes": ([facts.inventory.problem] if facts and facts.inventory.problem else [])
+            + (outdated(record.name, facts.installations, here.told.shards.values()) if facts and here else []),
         }
 
     def models(self) -> list[Data]:
@@ -215,6 +216,19 @@ class Status:
             return f"router for {len(controller.truth.catalog.models)} models"
         lead = f"{role} epoch {controller.leadership.epoch}"
         return f"{lead}, {ready}/{len(nodes)} nodes ready, {serving}/{len(replicas)} replicas ready"
+
+
+def outdated(node: str, installations: Iterable[Installation], reports: Iterable[ShardReport]) -> list[str]:
+    """A remark for each installation that was replaced on a node while engines of its former version run on."""
+    now = {installation.name: installation.version for installation in installations if installation.version}
+    old: dict[tuple[str, str], list[str]] = {}
+    for report in reports:
+        if report.state.live and report.version and now.get(report.installation, report.version) != report.version:
+            old.setdefault((report.installation, report.version), []).append(report.shard)
+    return [
+        f"{', '.join(sorted(shards))} still on {name} {version}, {now[name]} is installed: llmgw restart --node {node}"
+        for (name, version), shards in sorted(old.items())
+    ]
 
 
 def _said(report: ShardReport) -> Data:

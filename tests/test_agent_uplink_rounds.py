@@ -6,7 +6,10 @@ from collections import Counter
 
 import pytest
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 
+from llmgw.agent.rounds import MOST_HINTS, Round
 from llmgw.wire.messages import PROTOCOL, Done, Goaway, Inspect, Register, Report, Welcome
 from tests.fleetlink import a_world
 from tests.uplink_rig import ScriptedServer, dotted, link_to, mute, rounds
@@ -120,6 +123,19 @@ def test_i_a1_two_standbys_that_name_each_other_are_each_asked_once(world):
     world.agent(servers=(A, B))
     world.net.until(lambda: rounds(world))
     assert dialed(world) == [A, B]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.lists(st.lists(st.integers(1, 12), max_size=3), max_size=30))
+def test_i_a1_whatever_is_said_a_round_tries_everybody_once_and_at_most_two_more(configured, said):
+    """The law of rounds, with any configuration and any names given by whoever refuses."""
+    turn, tried = Round.over(dotted(*[f"10.0.0.{n}" for n in configured])), []
+    said.extend([] for _ in range(30))
+    while target := turn.next():
+        tried.append(target.address.host)
+        turn.failed(target, "connection refused")
+        turn.hint(f"10.0.0.{n}:7443" for n in said.pop(0))
+    assert len(tried) == len(set(tried)) <= len(set(configured)) + MOST_HINTS
+    assert {f"10.0.0.{n}" for n in configured} <= set(tried)
 
 
 def test_i_a1_nonsense_for_a_leader_is_ignored(world):

@@ -53,7 +53,7 @@ class Company:
 
     def stand_by(self) -> Standby:
         """A time of standing by begins."""
-        return Standby(self._here, self._workers, self.follower)
+        return Standby(self._here, self._workers, self.follower, self.peers)
 
     def shared_routers(self) -> SharedRouters:
         """All servers' routers, for a leadership that begins."""

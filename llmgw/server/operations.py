@@ -315,7 +315,9 @@ class Operations:
 
         @raise Unknown: no node is known to have it.
         @raise NodeAway: its node has no link now.
+        @raise NotLeading: all links are the leader's.
         """
+        self._controller.commits.must_lead()
         node = self._whose(shard)
         port: Port | None = self._controller.emission.port
         leadership = self._controller.leadership

@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 from twisted.internet.defer import Deferred, succeed
+from twisted.internet.interfaces import IDelayedCall
 from twisted.internet.task import LoopingCall
 from twisted.logger import Logger
 from twisted.python.failure import Failure
@@ -62,6 +63,8 @@ class Peers:
         self._patience, self._finishing = timing.peer_silence, timing.drain
         self._loop = LoopingCall(self.look)
         self._loop.clock = reactor
+        self._reactor = reactor
+        self._soon: IDelayedCall | None = None
         self._beat = 0
         self._looking = False
         self._waiting: list[Deferred[None]] = []
@@ -79,6 +82,8 @@ class Peers:
         if not self._loop.running:
             return succeed(None)
         self._loop.stop()
+        if self._soon is not None:
+            self._soon.cancel()
         own, at = evolve(self._own(), beat=self._beat + 1, role=STOPPED), self._wall()
         return self._store.write("take leave of the other servers", lambda connection: tell(connection, own, at))
 
@@ -90,6 +95,15 @@ class Peers:
             self._looking = True
             Deferred.fromCoroutine(self._look()).addBoth(self._looked)
         return waiting
+
+    def look_soon(self) -> None:
+        """Look before the next turn: somebody waits for what we have to tell, or to hear."""
+        if self._soon is None and self._loop.running:
+            self._soon = self._reactor.callLater(self._every / 5, self._look_now)
+
+    def _look_now(self) -> None:
+        self._soon = None
+        self.look()
 
     def _looked(self, result: object) -> None:
         self._looking = False

@@ -251,7 +251,7 @@ class Server(Service):
         self.succession.fresh = opened.fresh
         await self._contend()
         await self.succession.begun()
-        if self._at_once or not self.running:
+        if not self.running:
             return
         self.usage.start()
         self._starting = None

@@ -104,7 +104,9 @@ class SharedRouters:
         """The other servers were looked at: share what they lack, and tell who waits for them."""
         self._share()
         for wait in [one for one in self._waits if one.shared is not None]:
-            if not any(True for _ in self._peers.behind(wait.shared or 0)) and not wait.done.called:
+            if any(True for _ in self._peers.behind(wait.shared or 0)):
+                self._peers.look_soon()
+            elif not wait.done.called:
                 wait.done.callback(None)
 
     def end(self) -> None:

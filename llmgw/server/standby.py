@@ -6,6 +6,7 @@ from twisted.internet.defer import Deferred
 from twisted.logger import Logger
 
 from llmgw.server.follower import Follower
+from llmgw.server.peers import Peers
 from llmgw.server.routing import Routers
 from llmgw.server.term import Surroundings, Term
 from llmgw.store.errors import StoreError
@@ -19,8 +20,9 @@ class Standby(Term):
 
     log = Logger()
 
-    def __init__(self, here: Surroundings, routers: Routers, follower: Follower) -> None:
+    def __init__(self, here: Surroundings, routers: Routers, follower: Follower, peers: Peers) -> None:
         super().__init__(here, routers)
+        self._peers = peers
         self._store = here.store
         self._follower = follower
         self._loading: Deferred[None] | None = None
@@ -34,6 +36,7 @@ class Standby(Term):
         self._looks += 1
         if self._loaded is not None and meeting.table is not None:
             self._follower.take(meeting.table, self.controller.truth.catalog)
+            self._peers.look_soon()  # the leader may wait for our word that our routers have it
         due = self._loaded is None or self._looks % REFRESH == 0
         if due and meeting.revision != self._loaded and self._loading is None:
             self._loading = Deferred.fromCoroutine(self._load())
@@ -48,6 +51,7 @@ class Standby(Term):
             return
         finally:
             self._loading = None
+            self._peers.look_soon()
         if self._over:
             return
         before = truth.catalog_revision

@@ -95,6 +95,8 @@ class Succession:
 
     def met(self, meeting: Meeting) -> None:
         """The other servers were looked at."""
+        if self.tenure is None:
+            self.moved()  # a leadership that was in doubt when it was told of has been told of in vain
         if isinstance(self.term, Standby):
             self.term.met(meeting)
         elif self.tenure is self.term and self.tenure is not None and self.peers is not None:
@@ -166,6 +168,8 @@ class Succession:
             self.log.warn("{name} leads no more and stands by", name=self._here.name)
         if self.port is not None and self.port.running:
             self.port.close_all(self._reception.goaway())
+        if self.peers is not None:
+            self.peers.look_soon()
 
     def end(self) -> None:
         """The process ends: lead no more, whoever asks."""

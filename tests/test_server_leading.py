@@ -1,0 +1,177 @@
+"""Several servers, one store: who leads, what a standby answers, whose catalog is in force, what a lost lead throws away."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_twisted
+from twisted.internet.defer import Deferred, DeferredList
+
+from llmgw.errors import LlmgwError
+from llmgw.fleet.model import Model, StaticEndpoint
+from llmgw.store.errors import StoreError
+from llmgw.testing.certificates import Fleet
+from llmgw.testing.simulate import model
+from tests.leading_rig import SharedRig, stop_all, wait
+from tests.store_fixtures import needs_postgres, postgres  # noqa: F401
+
+pytestmark = needs_postgres
+STATIC = Model("s", endpoints=(StaticEndpoint("http://127.0.0.1:9/v1"),))
+
+
+@pytest.fixture
+def make(tmp_path, postgres):  # noqa: F811
+    """Makes servers over one new database; all are stopped at the end."""
+    url, authority, made = postgres.database(), Fleet(), []
+
+    def one(name, *models):
+        made.append(SharedRig(tmp_path / f"{name}-{len(made)}", name, url, authority, *models))
+        return made[-1]
+
+    yield one
+    stop_all(made)
+
+
+async def pair(make, *models, others=None):
+    """cp1, which leads, and cp2, which stands by."""
+    one, two = make("cp1", *models), make("cp2", *(models if others is None else others))
+    await one.start()
+    await two.start()
+    assert (one.server.role, two.server.role) == ("leader", "standby")
+    await wait(lambda: two.server.controller.truth.catalog_revision == 1 and one.shown("cp2"), "they know each other", one, two)
+    return one, two
+
+
+@pytest_twisted.ensureDeferred
+async def test_three_that_start_at_once_on_an_empty_database_have_one_leader(make):
+    """One makes the tables, one leads, all are up."""
+    rigs = [make(name, STATIC) for name in ("cp1", "cp2", "cp3")]
+    await DeferredList([Deferred.fromCoroutine(rig.start()) for rig in rigs], fireOnOneErrback=True)
+    assert sorted(rig.server.role for rig in rigs) == ["leader", "standby", "standby"]
+    await wait(lambda: all(len(rig.server.view.server()["servers"]) == 3 for rig in rigs), "all are seen", *rigs)
+    await wait(lambda: {rig.server.leadership.epoch for rig in rigs} == {1}, "all know the epoch", *rigs)
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_stores_catalog_is_in_force_whatever_a_standbys_file_says(make):
+    """Also when it comes to lead: then its file is shown to differ, and nothing moves until somebody applies it."""
+    one, two = await pair(make, model("m", 1), others=(model("m", 2), STATIC))
+    await wait(lambda: one.shown("cp2").get("differs"), "cp1 sees it", one, two)
+    assert not one.shown("cp1")["differs"]
+    assert any("the file of cp2 differs from catalog 1" in text for text in one.server.view.server()["warnings"])
+    await one.stop()
+    await wait(lambda: two.server.role == "leader", "cp2 leads", two)
+    assert two.server.controller.truth.catalog_revision == 1
+    assert [(one.name, one.replicas.min) for one in two.server.controller.truth.catalog.models] == [("m", 1)]
+    assert any("server.yaml differs from catalog 1" in text for text in two.server.view.server()["warnings"])
+    two.server.reload(two.settings)
+    await wait(lambda: two.server.controller.truth.catalog_revision == 2, "applied by SIGHUP", two)
+    assert not two.shown("cp2")["differs"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_standby_answers_reads_and_sends_writes_to_the_leader(make):
+    """I-L6. The sentence names it and where it is."""
+    one, two = await pair(make, model("m", 1))
+    one.link("a", 1)
+    await wait(lambda: one.row("m")["ready"], "ready", one, two)
+    await wait(lambda: two.row("m")["ready"], "the standby shows it", one, two)
+    status = await two.get("/v1/status")
+    assert (status["server"]["role"], [node["name"] for node in status["nodes"]]) == ("standby", ["a"])
+    assert {row["name"]: row["role"] for row in status["server"]["servers"]} == {"cp1": "leader", "cp2": "standby"}
+    for path, body in (("/v1/keys", {"name": "x"}), ("/v1/cordon", {"nodes": ["a"]})):
+        with pytest.raises(LlmgwError) as refused:
+            await two.post(path, **body)
+        assert "not leader, ask cp1 (cp1.example:7443)" in str(refused.value)
+    with pytest.raises(LlmgwError, match="not leader, ask cp1"):
+        await two.get("/v1/logs", shard="m/1/0")
+    assert one.server.keys.list() == []
+
+
+@pytest_twisted.ensureDeferred
+async def test_f05_a_leader_that_cannot_renew_throws_the_leadership_away(make):
+    """I-L7. Links are closed with a word, another controller stands by, and what the old one still means to do is nothing."""
+    one, two = await pair(make, model("m", 1))
+    agent = one.link("a", 1)
+    await wait(lambda: one.row("m")["ready"], "ready", one, two)
+    await wait(lambda: [e.id for e in two.routers.routing.endpoints] == ["m/1"], "cp2 routes", one, two)
+    old, told = one.server.controller, []
+    one.server.port.close_all = told.append
+    one.server.leadership._table.change = cut
+    await wait(lambda: one.server.succession.tenure is None, "stepped down", two)
+    assert [(goaway.reason, goaway.text) for goaway in told] == [("standby", "cp1 leads no more; nobody leads now")]
+    assert one.server.controller is not old and old.emission.port is None
+    assert one.server.reception.readiness().reason == "standby"
+    old.joined("b", "s-b", agent.register())
+    with pytest.raises(LlmgwError):
+        await old.change(list)
+    await wait(lambda: two.server.role == "leader" and one.routers.table.epoch == 2, "cp2 leads, cp1 follows", two)
+    assert two.server.leadership.epoch == 2 and "b" not in two.server.controller.truth.nodes
+    assert [(name, record.attempt) for name, record in two.server.controller.truth.shards.items()] == [("m/1/0", 1)]
+    assert [e.id for e in one.routers.routing.endpoints] == ["m/1"]
+    refused = one.server.reception.readiness()
+    assert (refused.reason, refused.leader, refused.addresses) == ("standby", "cp2", ("cp2.example:7443",))
+
+
+def cut(statements):
+    """A database that takes nothing more."""
+    raise StoreError("cut off", "unreachable")
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_new_leader_stops_and_places_nothing_before_the_grace_is_over(make):
+    """I-C7: nobody has reported to it yet."""
+    one, two = await pair(make, model("m", 1))
+    one.link("a", 1)
+    await wait(lambda: one.row("m")["ready"], "ready", one, two)
+    await wait(lambda: [e.id for e in two.routers.routing.endpoints] == ["m/1"], "cp2 routes", one, two)
+    await one.stop()
+    await wait(lambda: two.server.role == "leader", "cp2 leads", two)
+    await wait(lambda: two.routers.table.epoch == 2, "its table is out", two)
+    assert [e.id for e in two.routers.routing.endpoints] == ["m/1"]
+    assert two.server.controller.truth.nodes["a"].state == "ready"
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_leader_that_the_store_has_deposed_does_not_lead_on(make):
+    """The fence's row is another's before the lease's thread has noticed."""
+    one, two = await pair(make, STATIC)
+    epoch = one.server.leadership.epoch
+
+    def take(connection):
+        from llmgw.store import leaserow
+
+        seen = leaserow.made(connection.execute(leaserow.reading()).one())
+        assert leaserow.run(connection, leaserow.taking(seen, two.server.store.holder, ("cp2.example:7443",)))
+
+    await two.server.store.write("take over", take)
+    with pytest.raises(LlmgwError):
+        await one.server.keys.create("x")
+    await wait(lambda: one.server.role == "standby" and one.server.succession.tenure is None, "deposed", one)
+    await wait(lambda: two.server.role == "leader", "led again", one, two)
+    assert two.server.leadership.epoch > epoch
+    assert two.server.keys.list() == []
+
+
+@pytest_twisted.ensureDeferred
+async def test_f18_a_second_server_of_the_same_name_is_told_of(make, caplog_twisted):
+    """Of two with one name neither would be waited for rightly."""
+    one, twin = make("cp1", STATIC), make("cp1", STATIC)
+    await one.start()
+    await twin.start()
+    said = "another llmgw-server"
+    await wait(lambda: any(said in line for line in caplog_twisted), "it is said", one, twin)
+
+
+@pytest.fixture
+def caplog_twisted():
+    """The lines of Twisted's log."""
+    from twisted.logger import formatEvent, globalLogPublisher
+
+    lines = []
+
+    def observe(event):
+        lines.append(formatEvent(event))
+
+    globalLogPublisher.addObserver(observe)
+    yield lines
+    globalLogPublisher.removeObserver(observe)

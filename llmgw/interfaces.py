@@ -28,6 +28,7 @@ class Needs:
 
     C{memory} is bytes per device, None unknown. C{ports} is how many consecutive ports it wants, the first for HTTP.
     C{context} is the tokens of one request that C{memory} was reckoned for, None unknown or without influence on it.
+    C{fixed}: the engine takes what it needs and no more, so that what it was seen to use is better than what was reckoned.
     """
 
     devices: int = 0
@@ -35,6 +36,7 @@ class Needs:
     host_memory: int = 0
     ports: int = 1
     context: int | None = None
+    fixed: bool = False
 
 
 @frozen

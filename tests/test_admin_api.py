@@ -103,9 +103,9 @@ async def test_explain_says_why_in_one_line_in_rows_and_as_data(rig_of):
 
 @pytest_twisted.ensureDeferred
 async def test_apply_diffs_checks_and_keeps(rig_of):
-    """A dry run does nothing; a revision is checked; problems come with their lines; absence removes nothing."""
+    """A plan does nothing; a revision is checked; problems come with their lines; absence removes nothing."""
     rig = await rig_of(model("keep", 0))
-    dry = await rig.post("/v1/apply", text=YAML.format(count=1), path="/x/models.yaml", dry_run=True)
+    dry = await rig.post("/v1/plan", text=YAML.format(count=1), path="/x/models.yaml")
     assert dry["added"] == ["m"] and dry["kept"] == ["keep"] and rig.server.controller.truth.catalog_revision == 1
     done = await rig.post("/v1/apply", text=YAML.format(count=1), path="/x/models.yaml", check_revision=1)
     assert done["revision"] == 2 and done["text"] == "catalog 2"

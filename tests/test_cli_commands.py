@@ -139,18 +139,14 @@ def test_orders_are_sent_as_typed(admin, capsys, arguments, request_line, body):
 
 
 def test_apply_sends_the_file(admin, tmp_path, capsys):  # noqa: F811
-    """Text and absolute path go to the server, which has the one validation; plan is the same, dry."""
+    """Text and absolute path go to the server, which has the one validation."""
     file = tmp_path / "models.yaml"
     file.write_text("models: []\n")
     admin.answers["POST /v1/apply"] = {"text": "catalog 42 is in force", "lines": ["  start m"]}
     assert admin.run("apply", str(file), "--check-revision", "41", "--allow-removals") == 0
     assert capsys.readouterr().out == "catalog 42 is in force\n  start m\n"
-    assert admin.run("plan", str(file)) == 0
-    common = {"text": "models: []\n", "path": str(file)}
-    assert [asked for _, asked in admin.asked] == [
-        {**common, "allow_removals": True, "check_revision": 41, "dry_run": False},
-        {**common, "allow_removals": False, "dry_run": True},
-    ]
+    body = {"text": "models: []\n", "path": str(file), "allow_removals": True, "check_revision": 41}
+    assert [asked for _, asked in admin.asked] == [body]
 
 
 def test_apply_of_a_bad_catalog_is_2(admin, tmp_path, capsys):  # noqa: F811

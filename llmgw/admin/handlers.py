@@ -14,6 +14,7 @@ from twisted.internet.defer import CancelledError, Deferred
 
 from llmgw.admin.errors import BadRequest
 from llmgw.admin.fields import Fields
+from llmgw.admin.questions import Questions
 from llmgw.config.catalog import read_catalog
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.units import show_duration
@@ -67,8 +68,8 @@ class Handlers:
             ("GET", "/v1/usage"): self.usage,
             ("GET", "/v1/rollout"): self.rollout,
             ("POST", "/v1/rollout"): self.steer_rollout,
-            ("GET", "/v1/estimate"): not_yet,
             ("POST", "/v1/fetch"): not_yet,
+            **Questions(self._server, self._reactor).routes(),
         }
 
     async def status(self, fields: Fields) -> Data:
@@ -101,24 +102,18 @@ class Handlers:
         """A new catalog."""
         path = fields.text("path", "catalog")
         new = read_catalog(Path(path), fields.text("text"))
-        removals, dry = fields.flag("allow_removals"), fields.flag("dry_run")
+        removals = fields.flag("allow_removals")
         revision = fields.integer("check_revision", None, low=0)
         done = await self._server.catalogs.apply(
             new,
             f"apply {path} by {fields.by}",
             allow_removals=removals,
             check_revision=revision,
-            dry_run=dry,
             allow_outage=fields.flag("allow_outage"),
         )
-        now = self._server.controller.truth.catalog_revision
-        text = f"catalog {now} -> {done.revision} would" if dry else f"catalog {done.revision}"
-        lines = [f"  {line}" for line in done.lines]
-        if dry:
-            lines.append(f"Nothing was done. Apply it with: llmgw apply {path} --check-revision {now}")
         return {
-            "text": text,
-            "lines": lines,
+            "text": f"catalog {done.revision}",
+            "lines": [f"  {line}" for line in done.lines],
             "revision": done.revision,
             "added": [model.name for model in done.diff.added],
             "changed": [change.name for change in done.diff.changed],

@@ -1,4 +1,4 @@
-"""C{llmgw apply, plan, explain, wait}: the models that are wanted, and whether they are there yet."""
+"""C{llmgw apply, explain, wait}: the models that are wanted, and whether they are there yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class NotReady(LlmgwError):
     """A model did not become ready in time, or cannot."""
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A file's text.
+
+    @raise llmgw.errors.Invalid: it cannot be read.
+    """
     from llmgw.config.text import read_file
 
     return read_file(file)
@@ -44,25 +48,9 @@ def apply_command(session: Session, file: Path, allow_removals: bool, check_revi
     FILE is a server.yaml, of which only models is looked at, or a file of models alone. A model that is missing from
     it is kept; to stop one write "replicas: 0", to remove it use --allow-removals.
     """
-    session.show(_apply(session.client, file, allow_removals, check_revision, dry_run=False, allow_outage=allow_outage))
-
-
-@click.command(name="plan")
-@FILE
-@REMOVALS
-@json_option
-@pass_session
-def plan_command(session: Session, file: Path, allow_removals: bool) -> None:
-    """Say what apply FILE would do, and do nothing."""
-    session.show(_apply(session.client, file, allow_removals, None, dry_run=True))
-
-
-def _apply(
-    client: Client, file: Path, allow_removals: bool, revision: int | None, dry_run: bool, allow_outage: bool = False
-) -> Answer:
-    body: dict[str, Any] = {"text": _read(file), "path": str(file.absolute()), "allow_removals": allow_removals}
+    body: dict[str, Any] = {"text": read_text(file), "path": str(file.absolute()), "allow_removals": allow_removals}
     body |= {"allow_outage": True} if allow_outage else {}
-    return client.post("/v1/apply", **body, check_revision=revision, dry_run=dry_run)
+    session.show(session.client.post("/v1/apply", **body, check_revision=check_revision))
 
 
 @click.command(name="explain")

@@ -7,15 +7,6 @@ import click
 from llmgw.cli.session import Session, json_option, pass_session
 
 
-@click.command(name="estimate")
-@click.argument("model")
-@json_option
-@pass_session
-def estimate_command(session: Session, model: str) -> None:
-    """How much device memory a replica of MODEL needs, and for what."""
-    session.show(session.client.get("/v1/estimate", model=model))
-
-
 @click.command(name="fetch")
 @click.argument("model")
 @click.option("--node", metavar="NAME", help="Only on this node.")

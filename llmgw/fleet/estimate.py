@@ -7,8 +7,9 @@ reckons rounds up where the truth depends on the run, so that what fits by the e
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 STEP = 256
 
@@ -39,6 +40,7 @@ class Estimate:
     @ivar share: the part of a device that the engine takes at most.
     @ivar elastic: it fills with cache whatever it is given, so that what it was seen to use says nothing of its need.
     @ivar unknown: what is not known, in words.
+    @ivar observed: what the engine of such a profile was seen to use at most of one device: better than any reckoning.
     """
 
     ranks: tuple[RankMemory, ...] = ()
@@ -49,12 +51,29 @@ class Estimate:
     share: float = 1.0
     elastic: bool = False
     unknown: tuple[str, ...] = ()
+    observed: int | None = None
 
     @property
     def need(self) -> int | None:
         """Bytes on the device that needs most; None without a device, or while a part is unknown."""
+        if self.ranks and self.observed is not None:
+            return self.observed
         totals = [rank.total for rank in self.ranks]
         return max((total for total in totals if total is not None), default=None) if None not in totals else None
+
+    def data(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "ranks": [asdict(rank) | {"rank": number, "total": rank.total} for number, rank in enumerate(self.ranks)],
+            "host": asdict(self.host) | {"total": self.host.total} if self.host else None,
+            "context": self.context,
+            "sequences": self.sequences,
+            "per_token": self.per_token,
+            "share": self.share,
+            "need": self.need,
+            "unknown": list(self.unknown),
+            "observed": self.observed,
+        }
 
 
 def largest_context(fits: Callable[[int], bool], most: int, step: int = STEP) -> int:

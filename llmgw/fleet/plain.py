@@ -32,7 +32,7 @@ def _number(value: Any, _: Any) -> float:
 
 def _converter() -> Converter:
     made = Converter(omit_if_default=True)
-    made.register_structure_hook_func(_is_argument, _same)
+    made.register_structure_hook_func(lambda kind: kind is object or _is_argument(kind), _same)
     made.register_unstructure_hook_func(_is_argument, _same)
     made.register_structure_hook(str | tuple[str, ...], lambda value, _: value if isinstance(value, str) else tuple(value))
     made.register_structure_hook(float, _number)

@@ -65,6 +65,7 @@ class ShardRecord:
     @ivar served_since: since when this attempt has been ready, as far as we know; 0 before.
     @ivar given_up: its node was lost, so another replica may have taken its place.
     @ivar adopted: it was found running and taken over, not started by an order.
+    @ivar peak: the most bytes of one device that its engine was seen to use while it served; None if it was never seen.
     """
 
     shard: str
@@ -95,6 +96,7 @@ class ShardRecord:
     served_since: float = 0.0
     given_up: bool = False
     adopted: bool = False
+    peak: int | None = None
 
 
 class RolloutState(StrEnum):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from attrs import evolve
+
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
@@ -12,6 +14,7 @@ from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.fleet.units import show_duration
 from llmgw.planning.checks import Want
 from llmgw.planning.lifecycle import in_quarantine
+from llmgw.planning.peaks import peak_of
 from llmgw.planning.placement import Ledger, claim_of
 from llmgw.planning.room import Candidate, Claim
 from llmgw.planning.world import Draft, World
@@ -97,4 +100,6 @@ def want(draft: Draft, model: Model, number: int, excluded: Mapping[str, str] | 
     """What one more replica of C{model} wants."""
     assert model.profile is not None
     needs = draft.world.reckon(model.profile, draft.world.weights_of(model.profile.weights))
+    if needs.fixed and needs.devices and (seen := peak_of(draft.shards.values(), model)) is not None:
+        needs = evolve(needs, memory=seen)
     return Want(f"{model.name}/{number}", model.name, model.profile, needs, excluded or {})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attrs import evolve
 
+from llmgw.fleet.estimate import largest_context
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Device, Installation, NodeState
 from llmgw.fleet.shard import WeightFiles, replica_of
+from llmgw.interfaces import Needs
 from llmgw.planning.checks import Want
 from llmgw.planning.explanation import Explanation, Hint, Verdict
 from llmgw.planning.placement import Ledger, Placement
@@ -34,6 +37,36 @@ def with_hints(explanation: Explanation, ledger: Ledger, want: Want, variants: S
         if len(hints) < ENOUGH and _helps(ledger, want, changed):
             hints.append(hint)
     return evolve(explanation, hints=tuple(hints))
+
+
+def smaller_context(explanation: Explanation, want: Want, reckon: Callable[[Profile], Needs]) -> list[tuple[Want, str]]:
+    """The want with the largest context whose memory some node has, with the words for it; none where memory is not what lacks.
+
+    @param reckon: what one shard of a profile takes.
+    """
+    now = want.needs.context
+    memory, host = (_most(explanation, name) for name in ("device_memory", "host_memory"))
+    if now is None or (memory is None and host is None):
+        return []
+
+    def needs(context: int) -> Needs:
+        return reckon(evolve(want.profile, context=context))
+
+    def fits(context: int) -> bool:
+        found = needs(context)
+        return (memory is None or (found.memory or math.inf) <= memory) and (host is None or found.host_memory <= host)
+
+    context = largest_context(fits, now - 1)
+    if not context:
+        return []
+    changed = evolve(want, profile=evolve(want.profile, context=context), needs=needs(context))
+    return [(changed, f"context were at most {context} (now {now})")]
+
+
+def _most(explanation: Explanation, check: str) -> float | None:
+    """The most that a node has of what it fails first by; None where no node fails by that."""
+    firsts = (verdict.checks[0] for verdict in explanation.verdicts if verdict.checks)
+    return max((found.have for found in firsts if found.name == check), default=None)
 
 
 def _helps(ledger: Ledger, want: Want, changed: Candidate) -> bool:
@@ -96,12 +129,13 @@ def _replicas(node: Candidate) -> Iterator[tuple[Hint, Candidate]]:
     for replica in sorted({replica_of(claim.holder) for claim in node.claims}):
         left = tuple(claim for claim in node.claims if replica_of(claim.holder) != replica)
         gone = [claim for claim in node.claims if claim not in left]
-        devices = tuple(_freed(device, replica, gone) for device in inventory.devices)
+        devices = tuple(freed(device, replica, gone) for device in inventory.devices)
         facts = evolve(node.facts, inventory=evolve(inventory, devices=devices))
         yield Hint("replica", f"{replica} on {node.name} stopped", node.name), evolve(node, claims=left, facts=facts)
 
 
-def _freed(device: Device, replica: str, gone: Sequence[Claim]) -> Device:
+def freed(device: Device, replica: str, gone: Sequence[Claim]) -> Device:
+    """A device as it will be when this replica has ended, with its claims C{gone}."""
     pids = {p.pid for p in device.processes if p.shard is not None and replica_of(p.shard) == replica}
     for pid in pids:
         device = _without(device, pid)

@@ -16,10 +16,11 @@ from llmgw.fleet.shard import ShardState, Wanted, replica_of
 from llmgw.planning.adopt import Orphan, adopt_matching, orphans
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import ledger
-from llmgw.planning.hints import with_hints
+from llmgw.planning.hints import smaller_context, with_hints
 from llmgw.planning.lifecycle import Holding, follow_nodes, follow_quarantine, next_step
 from llmgw.planning.observe import observe
 from llmgw.planning.orders import drain_limit
+from llmgw.planning.peaks import follow_peaks
 from llmgw.planning.profiles import follow_rollouts
 from llmgw.planning.replicas import group, turns
 from llmgw.planning.rollout import Pending, Work, follow_gangs, follow_model
@@ -57,6 +58,7 @@ def reconcile(world: World) -> Outcome:
     held = follow_nodes(draft)
     for record in world.shards.values():
         _guarded(broken, record.shard, observe, draft, record)
+    _guarded(broken, "peaks", follow_peaks, draft)
     _guarded(broken, "gangs", follow_gangs, draft)
     _guarded(broken, "quarantine", follow_quarantine, draft)
     _guarded(broken, "rollouts", follow_rollouts, draft)
@@ -130,4 +132,6 @@ def explain(world: World, outcome: Outcome, model: str) -> Explanation | None:
         return None
     draft = Draft(evolve(world, nodes=outcome.nodes, shards=outcome.shards))
     room = ledger(draft)
-    return with_hints(room.explain(pending.want), room, pending.want)
+    found, want = room.explain(pending.want), pending.want
+    files = world.weights_of(want.profile.weights)
+    return with_hints(found, room, want, smaller_context(found, want, lambda profile: world.reckon(profile, files)))

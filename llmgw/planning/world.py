@@ -185,7 +185,8 @@ class Draft:
             del self.shards[record.shard]
             return
         husk = ShardRecord(record.shard, record.model, record.number, generation=record.generation, attempt=record.attempt)
-        self.put(evolve(husk, wanted=record.wanted, state=ShardState.STOPPED, since=self.world.now, reason=record.reason))
+        husk = evolve(husk, wanted=record.wanted, state=ShardState.STOPPED, since=self.world.now, reason=record.reason)
+        self.put(evolve(husk, peak=record.peak))
 
     def _emptied(self, node: str, last: str) -> None:
         found = self.nodes.get(node)

@@ -100,6 +100,11 @@ class Weights:
             message = Inspect(f"inspect:{epoch}:{self._serial}", epoch, leader, weights, engine)
             Deferred.fromCoroutine(self._ask(port, node, message)).addErrback(self._surprised)
 
+    async def ask(self, port: Asker, node: str, weights: str, engine: str, epoch: int, leader: str) -> None:
+        """Ask this node now, whatever is known; what it says is kept in C{found}."""
+        self._serial += 1
+        await self._ask(port, node, Inspect(f"inspect:{epoch}:{self._serial}", epoch, leader, weights, engine))
+
     async def _ask(self, port: Asker, node: str, message: Inspect) -> None:
         try:
             files = _files(await port.ask(node, message, self.TIMEOUT), message.weights)

@@ -1,0 +1,1 @@
+`llmgw plan FILE` follows a changed catalog to its end over the fleet as it is (what would start and where, change, move, stop or wait, and why), `llmgw plan --without NODE...` tells what would become of replicas if nodes were lost, and `llmgw estimate MODEL` shows what a replica takes of memory rank by rank and which context fits where.

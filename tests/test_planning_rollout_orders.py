@@ -146,6 +146,19 @@ def test_undo_goes_back_from_the_middle_and_from_the_end():
     assert least(fleet, 60) == 2 and generations(fleet) == {OLD}
 
 
+def test_the_same_catalog_applied_again_says_that_the_model_stays_where_it_is():
+    """Nothing changes, and what would try the profile again is said; it is no second rollout."""
+    fleet = serving(models=[model("m", 1)])
+    doom(fleet)
+    apply(fleet, model("m", 1, version=2))
+    fleet.until(lambda: rollout(fleet).state == "rolled_back", "rolled back")
+    nothing, stays = apply(fleet, model("m", 1, version=2)).lines
+    assert nothing == "nothing changes" and stays.startswith("m stays as it is: rolled back to profile")
+    assert stays.endswith("llmgw rollout m --resume")
+    fleet.run(60)
+    assert generations(fleet) == {OLD} and fleet.ready("m") == 1
+
+
 def test_resume_tries_a_rolled_back_profile_again_with_a_fresh_budget():
     """What made it fail is mended: it comes into force."""
     fleet = serving(models=[model("m", 1)])
@@ -242,6 +255,17 @@ def test_g1_force_waits_for_no_successor_but_for_requests():
     fleet.routers.flying.clear()
     fleet.until(lambda: fleet.says("a: drained"), "drained")
     fleet.until(lambda: fleet.ready("m") == 1, "served again")
+
+
+def test_f14_a_cordoned_node_whose_agent_ends_shows_its_shards_as_unknown():
+    """F14: not as ready; it stays cordoned, and what its engines serve stays routed."""
+    fleet = serving({"a": 1, "b": 1}, [model("m", 2)])
+    result(Operations(fleet.controller).cordon(["a"], True))
+    fleet.agents["a"].alive = False
+    fleet.run(20)
+    record = next(r for r in fleet.controller.truth.shards.values() if r.allocation.node == "a")
+    assert record.state == "unknown" and fleet.ready("m") == 2
+    assert fleet.controller.truth.nodes["a"].cordoned
 
 
 def test_f14_g2_a_drain_of_a_node_that_is_away_waits_for_it_over_restarts():

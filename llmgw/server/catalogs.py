@@ -15,7 +15,7 @@ from llmgw.fleet.model import Catalog, Model
 from llmgw.fleet.shard import Wanted
 from llmgw.interfaces import Flags
 from llmgw.planning.fleetroom import leaving, ledger
-from llmgw.planning.profiles import follow_rollout
+from llmgw.planning.profiles import follow_rollout, tried_again
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.rollout import leave
 from llmgw.planning.strategy import Decision, Way, decide
@@ -80,7 +80,8 @@ class Catalogs:
             self._ask_engines(diff, lenient)
             number = truth.catalog_revision + (not diff.empty)
             decisions = self._decide(diff)
-            done.append(Applied(number, diff, tuple(describe(diff, decisions)), decisions))
+            lines = [*describe(diff, decisions), *self._pinned(diff.catalog)]
+            done.append(Applied(number, diff, tuple(lines), decisions))
             if dry_run or diff.empty:
                 return []
             if allow_outage is False:
@@ -116,6 +117,12 @@ class Catalogs:
         changed = [change.new for change in diff.changed if change.new.profile and change.old.profile != change.new.profile]
         decisions = [decide(draft, model, room) for model in changed]
         return tuple(decision for decision in decisions if decision.replicas)
+
+    def _pinned(self, catalog: Catalog) -> list[str]:
+        """A sentence on each model that stays at an earlier profile, since this catalog says what has been rolled back before."""
+        pairs = [(model, self._controller.truth.rollouts.get(model.name)) for model in catalog.models]
+        pinned = [record for model, record in pairs if record and record.pinned and record.target == model.profile]
+        return [f"{record.model} stays as it is: {record.reason}. {tried_again(record)}" for record in pinned]
 
     def _changes(self, diff: CatalogDiff, number: int, origin: str, outage: bool, decisions: Iterable[Decision]) -> list[Change]:
         controller = self._controller

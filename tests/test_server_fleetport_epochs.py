@@ -114,7 +114,7 @@ def test_a_control_plane_that_fails_at_a_registration_refuses_it_and_stands(worl
     world.net.until(lambda: peer.lost, 6)
     assert peer.word.reason == "starting" and "cp1 failed to take the registration of n1" in peer.word.text
     assert [refusal.text for refusal in port.refusals()] == [peer.word.text]
-    assert (port.sessions(), port._doorway._waiting.total()) == ({}, 0)
+    assert (port.sessions(), port._doorway._waiting.total(), port.members.of("left")) == ({}, 0, [])
     port.members.on_joined = lambda node: None
     joined(world)
 

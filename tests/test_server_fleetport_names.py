@@ -182,8 +182,11 @@ def test_a_late_message_of_an_old_session_never_reaches_the_new_one(world):
 def test_a_session_is_heard_no_more_once_it_was_told_to_go(world):
     """Between the goaway and the end of the connection nothing of it counts, not even its own leave."""
     port, peer = world.server(), joined(world)
+    peer.stop()
     port.close("n1", Goaway("removed", text="n1 was removed"))
     peer.say(Report(7, 11, ()))
+    world.net.run(0.3)
+    peer.end.resume()
     world.net.until(lambda: peer.lost, 2)
     assert port.members.of("report") == []
     assert port.members.of("left") == [("n1", "7.1", "n1 was removed")]

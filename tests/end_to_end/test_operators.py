@@ -11,14 +11,28 @@ import pytest
 
 from tests.admin_stub import AdminStub
 from tests.end_to_end.fleet import fake_model, free_ports, until
+from tests.end_to_end.servers import Servers
+from tests.store_fixtures import needs_postgres, postgres  # noqa: F401
+
+
+def listening(fleet):
+    """C{fleet.admin} becomes the port for operators in every server.yaml that it writes."""
+    (fleet.admin,) = free_ports(1)
+    write = fleet.write_server
+
+    def write_server(*arguments):
+        path = write(*arguments)
+        path.write_text(path.read_text().replace("admin: {", f"admin: {{listen: 127.0.0.1:{fleet.admin}, "))
+        return path
+
+    fleet.write_server = write_server
 
 
 @pytest.fixture
 def remote(fleet):
     """A server that listens for operators, too, and alice's certificate."""
-    (fleet.admin,) = free_ports(1)
-    path = fleet.write_server(fake_model("m", 0))
-    path.write_text(path.read_text().replace("admin: {", f"admin: {{listen: 127.0.0.1:{fleet.admin}, "))
+    listening(fleet)
+    fleet.write_server(fake_model("m", 0))
     fleet.pki("operator", "pki", "alice")
     fleet.start_server()
     return fleet
@@ -113,3 +127,32 @@ def test_a_standby_sends_on_to_the_leader(noded, tmp_path):
         assert gone.returncode == 3 and "nobody listens at 127.0.0.1:" in gone.stderr
     finally:
         standby.close()
+
+
+@needs_postgres
+def test_an_order_to_a_standby_is_carried_out_by_the_leader(tmp_path, postgres):  # noqa: F811
+    """Two servers over PostgreSQL: over TLS the order follows, over the socket it is told where; after a failover neither.
+
+    Takes some seconds, since two servers start and one takes over.
+    """
+    servers = Servers(tmp_path, postgres, "cp1", "cp2")
+    cp1, cp2 = servers.fleets.values()
+    try:
+        for fleet in (cp1, cp2):
+            listening(fleet)
+        cp1.pki("operator", "pki", "alice")
+        for name in ("cp1", "cp2"):
+            servers.start(name, fake_model("m", 0))
+        told = f"not leader, ask cp1 (127.0.0.1:{cp1.admin})"
+        until(lambda: told in cp2.llmgw("key", "create", "x", code=1), "the standby knows whom to name")
+        alice = ("--server", f"127.0.0.1:{cp2.admin}", "--cert", "pki/alice.pem", "--json", "key", "create", "bob")
+        done = cp1.command(*alice)
+        assert (done.returncode, done.stderr) == (0, f"llmgw: 127.0.0.1:{cp2.admin}: {told}\n")
+        number = json.loads(done.stdout)["id"]
+        assert f"key {number} of bob was made by operator alice" in texts(cp2)
+        cp1.end("server")
+        servers.leader("cp1", above=1)
+        again = cp1.command(*alice)
+        assert (again.returncode, again.stderr) == (0, "")
+    finally:
+        servers.close()

@@ -26,6 +26,10 @@ def dialed(world):
     return [host for _, host, _ in world.net.dialed]
 
 
+def welcome(world, name="cp1", epoch=7, **more):
+    return Welcome(PROTOCOL, PROTOCOL, name, world.fleet.name, epoch, 5.0, **more)
+
+
 def gaps(world):
     times = [when for when, _, _ in world.net.dialed]
     return [round(after - before, 1) for before, after in zip(times, times[1:], strict=False)]
@@ -88,6 +92,21 @@ def test_i_a1_a_leader_that_was_learned_is_found_again_without_who_named_it(worl
     world.net.until(lambda: len(leader.links) == 2)
     link_to(world, leader, agent)
     assert dialed(world) == [A, B, A, B]
+
+
+def test_i_a1_a_server_that_is_not_obeyed_does_not_take_the_learned_leaders_place(world):
+    """An old leader comes back at the configured address and takes the agent, which refuses it and still knows whom it obeys."""
+    old = ScriptedServer(world).refuses(leader="cp2", addresses=["10.0.0.2:7443"])
+    leader = ScriptedServer(world, B, "cp2", epoch=8)
+    agent = world.agent(servers=(A,))
+    link_to(world, leader, agent)
+    leader.refuses("starting")
+    old.greeting = welcome(world)
+    leader.link.transport.abortConnection()
+    world.net.until(lambda: len(rounds(world)) == 2)
+    assert "cp1 commands at epoch 7, this node obeys cp2 at epoch 8, 10.0.0.2:7443 refused (starting)" in rounds(world)[1]
+    leader.greeting = welcome(world, "cp2", 8)
+    link_to(world, leader, agent, 5)
 
 
 def test_i_a1_a_learned_leader_is_forgotten_when_the_configuration_changes(world):
@@ -165,7 +184,7 @@ def test_i_a2_a_lost_link_is_dialed_again_at_once_but_not_by_all_at_the_same_ins
     server = ScriptedServer(world)
     agent = world.agent()
     for spread, most in ((0.0, 0.25), (20.0, 10.0), (1e9, 30.0)):
-        server.greeting = Welcome(PROTOCOL, PROTOCOL, "cp1", world.fleet.name, 7, 5.0, spread)
+        server.greeting = welcome(world, spread=spread)
         link_to(world, server, agent)
         server.link.transport.abortConnection()
         world.net.until(lambda: "linked to" not in agent.status)
@@ -269,7 +288,7 @@ def test_i_a5_what_looks_permanent_is_tried_for_ever_at_the_cap(world, reason):
     world.net.until(lambda: len(rounds(world)) == 9)
     assert rounds(world)[-1].startswith(f"10.0.0.1:7443 refused us: {reason}: ")
     assert rounds(world)[-1].endswith(" Next try in 7 s.")
-    server.greeting = Welcome(PROTOCOL, PROTOCOL, "cp1", world.fleet.name, 7, 5.0)
+    server.greeting = welcome(world)
     assert link_to(world, server, agent) <= 8
 
 

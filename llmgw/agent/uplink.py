@@ -245,7 +245,7 @@ class Uplink(Service):
             return
         self._spread = talk.spread
         if ending.lived is not None:
-            self._last = (target.address,)
+            self._last = (target.address,) if talk.leader else self._last
             self._status = f"the link to {target} ended after {show_duration(ending.lived)}: {ending.text}"
             tell = self.log.info if ending.clean else self.log.error
             tell("{node}: {status}", node=self._settings.node, status=self._status, event="link_lost")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import configparser
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
-from llmgw.cli.main import run
+from llmgw.cli.main import llmgw, run
+from llmgw.cli.session import Session
 from llmgw.config.agent import read_agent
 from llmgw.config.machine import Machine
 from llmgw.config.server import read_server
@@ -27,9 +31,12 @@ def unit(name):
     return parser
 
 
-@pytest.mark.parametrize("name", ["server.yaml", "agent.yaml"])
+TWO = ["two-servers/cp1.yaml", "two-servers/cp2.yaml"]
+
+
+@pytest.mark.parametrize("name", ["server.yaml", "agent.yaml", *TWO, "two-servers/agent.yaml"])
 def test_examples_pass_the_check(name, capsys):
-    """Both example configurations are good as they are."""
+    """The example configurations are good as they are."""
     assert run(["check", str(ETC / name)]) == 0, capsys.readouterr().out
 
 
@@ -45,6 +52,33 @@ def test_examples_live_where_the_units_say():
     assert server.fleet.tls.key == Path("/etc/llmgw/pki/cp1.key") and agent.tls.key == Path("/etc/llmgw/pki/n1.key")
     for settings, service in (("server", one), ("agent", two)):
         assert f"llmgw-{settings} --config /etc/llmgw/{settings}.yaml" in service["ExecStart"]
+
+
+def test_two_servers_are_one_fleet():
+    """They differ in names and addresses only: one store, one catalog, one set of clocks; agents dial both."""
+    one, two = (read_server(Path("/etc/llmgw/server.yaml"), (ETC / name).read_text(), Machine()) for name in TWO)
+    for each in ("store", "state", "timing", "catalog", "warnings", "socket"):
+        assert getattr(one, each) == getattr(two, each), each
+    assert one.store.startswith("postgresql://") and one.warnings == ()
+    assert [str(each.fleet.advertise) for each in (one, two)] == ["cp1.example:7443", "cp2.example:7443"]
+    assert [str(each.admin.advertise) for each in (one, two)] == ["cp1.example:7444", "cp2.example:7444"]
+    assert [each.fleet.tls.key.name for each in (one, two)] == ["cp1.key", "cp2.key"]
+    agent = read_agent(Path("/etc/llmgw/agent.yaml"), (ETC / "two-servers/agent.yaml").read_text(), Machine())
+    assert list(agent.servers) == [one.fleet.advertise, two.fleet.advertise]
+
+
+def test_the_commands_of_the_two_servers_example_exist():
+    """Each llmgw in its README parses with the options it has there, up to where it would be carried out."""
+    text = (ETC / "two-servers/README.md").read_text()
+    lines = re.findall(r"^\S*[#$] (?:.*-- )?llmgw (.*?)(?: *#.*)?$", text, flags=re.M)
+    for line in lines:
+        group, words = llmgw, shlex.split(line)
+        while isinstance(group, click.Group):
+            name, *words = words
+            group = group.get_command(click.Context(group), name)
+            assert group is not None, line
+        group.make_context(name, words, obj=Session())
+    assert len(lines) >= 7 and "store copy" in "".join(lines)
 
 
 @pytest.mark.parametrize("name", UNITS)

@@ -58,6 +58,8 @@ __all__ = ["FleetPort", "IMembers", "NodeAway", "NotActing", "Refusal", "Session
 BACKLOG = 1024
 REDIALS_PER_SECOND = 50.0
 SKEW_WARNED = 30.0
+# Of the 2 s that a daemon may take to stop, on a machine that may have little time for it.
+STOP_WITHIN = 0.5
 DEADLINES = Deadlines()
 # Refusals that are about us and not about who is refused.
 PASSING = ("standby", "starting")
@@ -149,10 +151,10 @@ class FleetPort(Service):
         if visitor := self._sessions.get(node):
             visitor.end(goaway)
 
-    def close_all(self, goaway: Goaway) -> None:
-        """End every session, e.g. since another server leads now; new agents are judged by C{readiness}."""
+    def close_all(self, goaway: Goaway, seconds: float = 1.0) -> None:
+        """End every session within C{seconds}, e.g. since another server leads now; C{readiness} judges new agents."""
         for visitor in [*self._visitors]:
-            visitor.end(goaway)
+            visitor.end(goaway, seconds)
 
     def sessions(self) -> dict[str, SessionFacts]:
         """The nodes that have a link."""
@@ -187,13 +189,13 @@ class FleetPort(Service):
         self._looking.start(LOOK_EVERY)
 
     def stopService(self) -> Deferred[None]:
-        """Stop listening and send all agents away; done within little more than a second, whatever they do."""
+        """Stop listening and send all agents away; done within little more than half a second, whatever they do."""
         super().stopService()
         if self._looking.running:
             self._looking.stop()
         listening, self._listening = self._listening, None
         waits: list[Deferred[Any]] = [listening.stopListening() or succeed(None)] if listening else []
-        self.close_all(Goaway("stopping", text=f"{self._server} stops"))
+        self.close_all(Goaway("stopping", text=f"{self._server} stops"), STOP_WITHIN)
         if self._visitors:
             empty: Deferred[None] = Deferred()
             self._empty.append(empty)

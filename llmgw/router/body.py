@@ -3,18 +3,24 @@
 Only the fields that matter are decoded, once; the bytes go to the engine as they came. Where the engine serves the model under
 another name than the caller used, the top level is taken apart and put together again: values are not decoded then either, and a
 field that stood twice goes out once, as the engine would have read it.
+
+A large body is not decoded at all: where its fields stand is found piece by piece (router/skim.py), and what is to be another is
+exchanged there.
 """
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from llmgw.router.errors import Refusal
+from llmgw.router.skim import Span, skim
 from llmgw.router.spool import Whole
-from llmgw.router.usage import ask, asks
+from llmgw.router.usage import ask, asks, options_asking
 
 Piece = bytes | memoryview
 
@@ -120,11 +126,84 @@ class Body:
         return None
 
 
+class LargeBody(Body):
+    """A JSON body of which only the places of its fields are known."""
+
+    __slots__ = ("_edits", "_spans")
+
+    def __init__(self, raw: mmap.mmap, spans: dict[str, Span], fields: _Fields) -> None:
+        assert isinstance(fields.model, str)
+        super().__init__(raw, fields.model, fields)
+        self._spans = spans
+        self._edits: dict[Span, bytes] = {}
+
+    def sent_to(self, name: str) -> tuple[Piece, ...]:
+        """The body for an engine that serves the model as C{name}."""
+        edits = self._edits if name == self.model else {**self._edits, self._spans["model"]: _encode(name)}
+        view = memoryview(self._raw)
+        pieces: list[Piece] = []
+        at = 0
+        for (start, end), fresh in sorted(edits.items()):
+            pieces += [view[at:start], fresh]
+            at = end
+        return (*pieces, view[at:])
+
+    def ask_usage(self) -> None:
+        """Have the engine say what a stream used, unless the caller asks already."""
+        fields = self._fields
+        if fields is None or not self.stream:
+            return
+        options = None if fields.stream_options is UNSET else memoryview(fields.stream_options)
+        if asks(options):
+            return
+        self.hides_usage = True
+        if options is None:
+            start = self._raw.find(b"{") + 1
+            self._edits[start, start] = ask(b"{", None)[1:]
+        else:
+            self._edits[self._spans["stream_options"]] = options_asking(options)
+
+    def release(self) -> None:
+        """The request is over: only what is small is kept for the log."""
+        super().release()
+        self._edits = {}
+
+
+_NAMES = frozenset(_Fields.__struct_fields__)
+_DECODED = ("model", "stream")
+_SMALL = 64 * 1024
+
+
+def skim_json(raw: mmap.mmap) -> Generator[None, None, Body]:
+    """Read a large JSON body; yields every few milliseconds.
+
+    @raise Refusal: 400; it is no JSON object, or names no model.
+    """
+    spans = yield from skim(raw, _NAMES)
+    view = memoryview(raw)
+    for name in (*_DECODED, "stream_options"):
+        start, end = spans.get(name, (0, 0))
+        if end - start > _SMALL:
+            raise Refusal(400, "bad_request", f"The body's {name} is larger than {_SMALL} bytes.", param=name)
+    known = {name: bytes(view[slice(*spans[name])]) for name in _DECODED if name in spans}
+    fields = _fields(b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in known.items()))
+    for name, (start, end) in spans.items():
+        if name not in _DECODED:
+            setattr(fields, name, Raw(view[start:end]))
+    return LargeBody(raw, spans, fields)
+
+
 def read_json(raw: Whole) -> Body:
     """Read a JSON body.
 
     @raise Refusal: 400; it is no JSON object, or names no model.
     """
+    fields = _fields(raw)
+    assert isinstance(fields.model, str)
+    return Body(raw, fields.model, fields)
+
+
+def _fields(raw: Whole) -> _Fields:
     try:
         fields = _decode(raw)
     except msgspec.ValidationError as error:
@@ -134,4 +213,4 @@ def read_json(raw: Whole) -> Body:
         raise Refusal(400, "bad_json", f"The body is not JSON: {error}.") from None
     if fields.model is UNSET or not fields.model:
         raise Refusal(400, "model_missing", "The body names no model: set `model`.", param="model")
-    return Body(raw, fields.model, fields)
+    return fields

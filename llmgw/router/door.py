@@ -19,9 +19,10 @@ from llmgw.router.body import Body, read_json
 from llmgw.router.breaker import FAILURES, RetryBudget
 from llmgw.router.errors import OPENAI, Refusal
 from llmgw.router.form import read_form
-from llmgw.router.http import ServerConnection
+from llmgw.router.http import ServerConnection, Work
 from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
 from llmgw.router.prefixes import BLOCK, NO_HINT, Hint
+from llmgw.router.reading import Reading
 from llmgw.router.relay import Exchange
 from llmgw.router.request import Field, Request, no_space
 from llmgw.router.routes import Caller, Routes, Served, Shared
@@ -126,15 +127,25 @@ class Door:
         self.accounts.refused(connection.peer, request, refusal, id)
         return [(b"x-request-id", id)]
 
-    def begin(self, connection: ServerConnection, request: Request) -> Exchange | None:
+    def begin(self, connection: ServerConnection, request: Request) -> Work | None:
         """Serve a request whose head has been found good."""
         call = request.call
         assert call is not None
         if call.model is LOCAL:
             self._answer(connection, request, call)
             return None
+        try:
+            raw = request.body()
+        except OSError as error:
+            raise no_space(error) from None
+        if call.model is MULTIPART:
+            return self._serve(connection, request, call, read_form(raw, _content_type(request)))
+        if isinstance(raw, bytes):
+            return self._serve(connection, request, call, read_json(raw))
+        return Reading(connection, request, raw, lambda body: self._serve(connection, request, call, body))
+
+    def _serve(self, connection: ServerConnection, request: Request, call: Call, body: Body) -> Exchange | None:
         caller: Caller | None = request.context
-        body = self._body(request, call)
         served = self._model(body.model, caller)
         exchange = Exchange(self, connection, request, call, served, caller, body)
         connection.work = exchange
@@ -147,14 +158,6 @@ class Door:
             connection.work = None
             raise
         return exchange if connection.work is exchange else None
-
-    @staticmethod
-    def _body(request: Request, call: Call) -> Body:
-        try:
-            raw = request.body()
-        except OSError as error:
-            raise no_space(error) from None
-        return read_form(raw, _content_type(request)) if call.model is MULTIPART else read_json(raw)
 
     def _grant(self, caller: Caller | None, body: Body) -> Grant:
         if caller is None or not caller.limited:

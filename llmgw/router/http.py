@@ -20,6 +20,7 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -315,18 +316,22 @@ class ServerConnection(asyncio.Protocol):
     def _serve_next(self) -> None:
         """Serve what is complete, in order, until one takes time."""
         while self._ready and self.work is None and not self._closing:
-            request = self._ready.popleft()
             self._ahead = 0
             self._wait(math.inf)
-            try:
-                if request.refusal is not None:
-                    raise request.refusal
-                self.work = self._app.begin(self, request)
-            except Refusal as refusal:
-                self.refuse(request, refusal)
-            except Exception:
-                log.failure("A request could not be begun: {path}", path=repr(request.path))
-                self.refuse(request, Refusal(500, "internal", "The router failed on this request; its log says how."))
+            request = self._ready.popleft()
+            self.serve(request, self._app.begin, self, request)
+
+    def serve(self, request: Request, begin: Callable[..., Work | None], *arguments: object) -> None:
+        """Have C{begin} serve a request; what it raises is the answer."""
+        try:
+            if request.refusal is not None:
+                raise request.refusal
+            self.work = begin(*arguments)
+        except Refusal as refusal:
+            self.refuse(request, refusal)
+        except Exception:
+            log.failure("A request could not be begun: {path}", path=repr(request.path))
+            self.refuse(request, Refusal(500, "internal", "The router failed on this request; its log says how."))
 
     def _wait(self, seconds: float) -> None:
         self.grace = seconds

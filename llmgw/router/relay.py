@@ -19,6 +19,7 @@ from llmgw.router.errors import Refusal, error_event
 from llmgw.router.http import ServerConnection, connection_field
 from llmgw.router.limits import UNLIMITED, Grant
 from llmgw.router.prefixes import NO_HINT, Hint
+from llmgw.router.reading import leaving
 from llmgw.router.request import Field, Request
 from llmgw.router.routes import Caller, Served
 from llmgw.router.surface import Call
@@ -386,7 +387,7 @@ class Exchange:
 
     def cut(self) -> None:
         """The worker exits."""
-        refusal = Refusal(503, "router_leaving", "This router is being stopped. Send the request again.", retry_after=1)
+        refusal = leaving()
         if self.state is FLOWING:
             self._break_off("cut", refusal)
         elif self.state is not OVER:

@@ -105,14 +105,19 @@ def ask(body: bytes, stream_options: bytes | memoryview | None) -> bytes:
         start = body.index(b"{") + 1
         return b"".join((body[:start], _ASK, body[start:]))
     fields = _take_apart(body)
+    fields["stream_options"] = Raw(options_asking(stream_options))
+    return _encode(fields)
+
+
+def options_asking(stream_options: bytes | memoryview) -> bytes:
+    """A client's C{stream_options}, asking for usage as well."""
     try:
         options = _take_apart(stream_options)
     except msgspec.MsgspecError:
         options = {}
     # Usage in every chunk is sent only to clients that asked for usage: this one would suddenly see it.
     options.pop("continuous_usage_stats", None)
-    fields["stream_options"] = Raw(_encode({**options, "include_usage": True}) if options else _ONCE)
-    return _encode(fields)
+    return _encode({**options, "include_usage": True}) if options else _ONCE
 
 
 # Reading.

@@ -1,0 +1,85 @@
+"""A large body being read, a few milliseconds at a time, while everybody else's requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from typing import TYPE_CHECKING
+
+from llmgw.router.body import skim_json
+from llmgw.router.errors import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llmgw.router.body import Body
+    from llmgw.router.http import ServerConnection, Work
+    from llmgw.router.request import Request
+
+TURN = 0.002
+
+
+class Reading:
+    """The work of a connection until its request's body is known (L{llmgw.router.http.Work}).
+
+    @ivar then: what serves the request when it is.
+    """
+
+    __slots__ = ("_connection", "_loop", "_over", "_request", "_steps", "_then")
+
+    def __init__(
+        self, connection: ServerConnection, request: Request, raw: mmap.mmap, then: Callable[[Body], Work | None]
+    ) -> None:
+        self._connection, self._request, self._then = connection, request, then
+        self._steps = skim_json(raw)
+        self._over = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if self._over:
+            return
+        body = None
+        until = time.monotonic() + TURN
+        try:
+            while time.monotonic() < until:
+                next(self._steps)
+        except StopIteration as end:
+            body = end.value
+        except Refusal as refusal:
+            self._end()
+            self._connection.refuse(self._request, refusal)
+            return
+        if body is None:
+            self._loop.call_soon(self._turn)
+        else:
+            self._end()
+            self._connection.serve(self._request, self._then, body)
+
+    def _end(self) -> None:
+        self._over = True
+        self._connection.work = None
+
+    def client_gone(self) -> None:
+        """Nobody waits for it any more."""
+        self._over = True
+
+    def expired(self, now: float) -> None:
+        """It has no deadline: it never waits."""
+
+    def cut(self) -> None:
+        """The worker exits."""
+        self._end()
+        self._connection.refuse(self._request, leaving())
+
+    def pause(self) -> None:
+        """Nothing is written."""
+
+    def resume(self) -> None:
+        """Nothing was paused."""
+
+
+def leaving() -> Refusal:
+    """503, for what the end of the worker cuts off."""
+    return Refusal(503, "router_leaving", "This router is being stopped. Send the request again.", retry_after=1)

@@ -1,0 +1,217 @@
+"""Large JSON bodies: found are the same members as a decoder finds, each step is short, and engines get what they should."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from llmgw.router import skim
+from llmgw.router.errors import Refusal
+from llmgw.router.table import RoutedModel
+from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
+from tests.router_rig import DONE, EVENTS, OK, Rig, plain, request_bytes, stream, until
+
+
+@pytest.fixture(scope="module")
+def rig():
+    rig = Rig()
+    yield rig
+    rig.stop()
+
+
+def spans(data, wanted=("model", "messages", "x")):
+    steps = skim.skim(data, wanted)
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        return end.value
+
+
+TEXT = st.text(st.sampled_from('ab"\\[]{}:, \né日🦊/u'), max_size=12)
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=12,
+)
+BODY = st.dictionaries(st.sampled_from(["model", "messages", "x"]) | TEXT, VALUE, min_size=1, max_size=8)
+
+
+@settings(max_examples=120, deadline=None)
+@given(BODY, st.booleans(), st.sampled_from([None, 1, "\t"]), st.integers(4, 40), st.integers(2, 20))
+@example({"x": ['\\"' * 9, "]"], "model": "m"}, True, None, 5, 2)
+def test_the_same_members_as_a_decoder_finds(body, ascii, indent, piece, near):
+    """Whatever the values are, and wherever a slice is cut."""
+    data = json.dumps(body, ensure_ascii=ascii, indent=indent).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skim, "SLICE", piece)
+        patch.setattr(skim, "NEAR", near)
+        patch.setattr(skim, "MAX_NAME", 1000)
+        try:
+            found = spans(data)
+        except Refusal:
+            # Blanks and numbers longer than a slice are refused; none of those made here are, in the real size.
+            assert piece < 40
+            patch.undo()
+            found = spans(data)
+    wanted = {name: value for name, value in body.items() if name in ("model", "messages", "x")}
+    assert {name: json.loads(data[start:end]) for name, (start, end) in found.items()} == wanted
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.sampled_from('{}[]":,\\ a1'), max_size=60), st.integers(2, 9))
+def test_whatever_it_is_there_is_an_end(text, piece):
+    """No bytes make it fail in another way than by refusing, or go on for ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skim, "SLICE", piece)
+        patch.setattr(skim, "NEAR", 2)
+        try:
+            found = spans(b'{"model":' + text.encode())
+        except Refusal as refusal:
+            assert refusal.status == 400
+        else:
+            assert "model" in found
+
+
+@pytest.mark.parametrize(
+    "body, code",
+    [
+        (b'{"model":"a","model":"b"}', "bad_request"),
+        (b'{"mod\\u0065l":"a","model":"b"}', "bad_request"),
+        (b'["model"]', "bad_json"),
+        (b'{"model":"a', "bad_json"),
+        (b'{"model":"a","messages":[[1,2]', "bad_json"),
+        (b"{" + b",".join(b'"%d":[]' % number for number in range(2000)) + b"}", "bad_json"),
+    ],
+)
+def test_refused(body, code):
+    """Two readings of one body, no end, or so many members that looking at them would be the attack."""
+    with pytest.raises(Refusal) as caught:
+        spans(body)
+    assert caught.value.code == code
+
+
+SIZE = 3 * 2**20
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        b'["' + b"A" * SIZE + b'"]',
+        b"[" + b'{"role":"user","content":"hi, \\"you\\""},' * (SIZE // 40) + b"1]",
+        b"[" + b"1," * (SIZE // 2) + b"1]",
+        b"[" * (SIZE // 2) + b"]" * (SIZE // 2),
+        b'["' + b"\\\\" * (SIZE // 2) + b'"]',
+        b"[" + b'"",' * (SIZE // 3) + b"1]",
+    ],
+    ids=["image", "messages", "numbers", "brackets", "escapes", "empty"],
+)
+def test_each_step_is_short(inner):
+    """CPU time of the longest step; decoding all of it at once takes up to a hundred times as long."""
+    data = b'{"messages":' + inner + b',"model":"m"}'
+    steps, longest, count = skim.skim(data, ("model",)), 0.0, 0
+    try:
+        while True:
+            began = time.thread_time()
+            next(steps)
+            longest, count = max(longest, time.thread_time() - began), count + 1
+    except StopIteration as end:
+        assert data[slice(*end.value["model"])] == b'"m"'
+    assert count >= SIZE // skim.SLICE - 4
+    assert longest < 0.04
+
+
+def test_engines_get_large_bodies_as_they_should(rig):
+    """Under the name it serves, asked for usage, all else byte for byte; and the client's own wish for usage stands."""
+    pad = b'"pad":"' + b"x\\n" * 700_000 + b'"'
+
+    def script(talk):
+        while request := talk.request():
+            talk.stream(*EVENTS, DONE) if b'"stream":true' in request.body else talk.answer(OK)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine, served="served/name")
+        for body, wanted in (
+            (b' {"model": "alias",%b}' % pad, b' {"model": "served/name",%b}' % pad),
+            (b'{"model":"m","stream":true,%b}' % pad,
+             b'{"stream_options":{"include_usage":true},"model":"served/name","stream":true,%b}' % pad),
+            (b'{"stream_options":{"a":1},"stream":true,%b,"model":"m"}' % pad,
+             b'{"stream_options":{"a":1,"include_usage":true},"stream":true,%b,"model":"served/name"}' % pad),
+            (b'{"stream_options":{"include_usage":true},"stream":true,%b,"model":"m"}' % pad,
+             b'{"stream_options":{"include_usage":true},"stream":true,%b,"model":"served/name"}' % pad),
+        ):  # fmt: skip
+            assert rig.post(body=body)[0] == 200
+            request = engine.requests.pop()
+            assert request.body == wanted
+            assert request.header(b"content-length") == b"%d" % len(wanted)
+        rig.use(engine)
+        body = b'{"model":"m",%b}' % pad
+        assert rig.post(body=body)[0] == 200
+        assert engine.requests.pop().body == body
+
+
+def test_large_bodies_are_refused_like_small_ones(rig):
+    """With the same words, on a connection that goes on."""
+    with ScriptedEngine(plain) as engine:
+        rig.use(engine)
+        pad = b'"pad":"' + b"x" * 1_500_000 + b'"'
+        with rig.client() as raw:
+            for body, code in ((b"{%b}" % pad, b"model_missing"), (b'{"model":"none",%b}' % pad, b"model_not_found"),
+                               (b'{"model":1,%b}' % pad, b"bad_request"), (b"[%b]" % pad, b"bad_json")):  # fmt: skip
+                raw.send(request_bytes(body))
+                status, _, said = raw.answer()
+                assert code in said and 400 <= status < 500
+            raw.send(request_bytes(b'{"model":"m",%b}' % pad))
+            assert raw.answer()[::2] == (200, OK)
+        assert len(engine.requests) == 1
+
+
+def test_large_prompts_stick_to_their_replica(rig):
+    """What a prompt begins with, and its session, are found in a large body, too."""
+    with ScriptedEngine(plain) as one, ScriptedEngine(plain) as two:
+        rig.use(one, two, model=RoutedModel("m", policy="least_cost"))
+        for turn in range(4):
+            for mark in "ab":
+                messages = [{"role": "user", "content": mark * 1_200_000}, {"role": "user", "content": str(turn)}]
+                assert rig.post(body={"model": "m", "messages": messages})[0] == 200
+        marks = [{request.body.count(b"aaaa") > 0 for request in engine.requests} for engine in (one, two)]
+        assert sorted(map(sorted, marks)) == [[False], [True]]
+
+
+def test_g1_streams_go_on_while_a_large_body_is_read(rig):
+    """G1: a stream of events that leave every 5 ms loses none and is never held up for long by 20 MB of messages."""
+    body = b'{"model":"m","messages":[' + b'{"role":"user","content":"hi"},' * 650_000 + b"1]}"
+    stop = threading.Event()
+
+    def script(talk):
+        while request := talk.request():
+            if b"stream" not in request.body:
+                talk.answer(OK)
+                continue
+            talk.send(STREAM_HEAD)
+            while not stop.wait(0.005):
+                talk.send(chunk(b"data: %.6f\n\n" % time.monotonic()))
+            talk.send(chunk(DONE) + b"0\r\n\r\n")
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig, body=b'{"model":"m","stream":true}') as raw:
+            waits = []
+
+            def follow():
+                while b"[DONE]" not in (line := raw.read_until(b"\n\n")):
+                    waits.append(time.monotonic() - float(line.split(b"data: ")[1]))
+
+            follower = threading.Thread(target=follow)
+            follower.start()
+            until(lambda: len(waits) > 20)
+            assert rig.post(body=body)[0] == 200
+            stop.set()
+            follower.join()
+        assert len(waits) > 40
+        assert sorted(waits)[len(waits) * 95 // 100] < 0.15

@@ -261,3 +261,12 @@ def test_what_is_known_is_not_read_again(tmp_path, monkeypatch):
         (tmp_path / f"{number}.gguf").touch()
         finder.inspect(f"{number}.gguf")
     assert len(finder._known) == 3
+
+
+def test_a_configuration_is_told_without_what_no_decision_needs(tmp_path):
+    """Thousands of names of modules would not go through a line of the link; what tells of layers stays."""
+    config = {"layer_types": ["full_attention"] * 126, "quantization_config": {"quant_method": "fp8", "ignore": ["x"] * 5000}}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"chat_template": "y" * 100_000}))
+    found = WeightFinder([tmp_path]).inspect("m").config
+    assert found == {"layer_types": config["layer_types"], "quantization_config": {"quant_method": "fp8"}}

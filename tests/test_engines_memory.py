@@ -298,6 +298,15 @@ def test_a_need_leaves_what_vllm_does_not_take():
     assert vllm.needs(evolve(profile, resources=Resources(share=True)), files(config, 16 * GIB)).memory == least
 
 
+def test_a_cache_of_a_given_size_and_weights_that_stay_on_the_host():
+    """Then the fraction says nothing, and vLLM takes what it needs and no more."""
+    given = {"kv-cache-memory-bytes": 4 * GIB, "cpu-offload-gb": 5}
+    config, _, _ = MODELS["meta-llama/Llama-3.1-8B"]
+    found = vllm.estimate(Profile("vllm", "m", arguments=given), files(config, 16 * GIB))
+    assert (found.ranks[0].weights, found.ranks[0].cache, found.share, found.elastic) == (11 * GIB, 4 * GIB, 1.0, False)
+    assert vllm.needs(Profile("vllm", "m", arguments=given), files(config, 16 * GIB)).memory == (11 + 4 + 2) * GIB
+
+
 def test_the_context_that_fits():
     """The largest multiple of 256 whose need is within what is given; all of it; none; unknown."""
     config, _, _ = MODELS["meta-llama/Llama-3.1-8B"]

@@ -42,7 +42,7 @@ class Questions:
     async def estimate(self, fields: Fields) -> Data:
         """What a replica takes of memory; of the catalog in force, or of the one that is sent."""
         controller = self._server.controller
-        estimates = Estimates(controller, Inspection(controller))
+        estimates = Estimates(controller, Inspection(controller), self._reactor)
         catalog = self._catalog(fields) or controller.truth.catalog
         return await estimates.estimate(catalog, fields.text("model"), fields.text("node", None))
 

@@ -24,6 +24,7 @@ OLD = re.compile(r"(pytorch_)?model[\w.-]*\.bin\Z")
 INDEX = "model.safetensors.index.json"
 CONFIG_LIMIT = 16 * 2**20
 KEEP = 256
+LONG_LIST, LONG_TEXT = 1024, 4096
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
@@ -141,12 +142,11 @@ def read_folder(path: Path, files: list[Path]) -> WeightFiles:
     if not chosen and not missing and (old := [file for file in files if OLD.match(file.name)]):
         # Without reading pickles their size is all that can be known.
         found = evolve(found, format="pytorch", bytes=sum(file.stat().st_size for file in old))
-    generation = path / "generation_config.json"
     return evolve(
         found,
         format=found.format or ("safetensors" if named else ""),
-        config=read_config(config) if config.exists() else {},
-        generation=read_config(generation) if generation.exists() else {},
+        config=_configuration(config),
+        generation=_configuration(path / "generation_config.json"),
         problem=problem,
     )
 
@@ -176,6 +176,24 @@ def _of_tensors(path: Path, rows: list[tuple[str, int]]) -> WeightFiles:
         return WeightFiles("", True, str(path))
     total = sum(size for _, size in rows)
     return WeightFiles("", True, str(path), format="safetensors", bytes=total, tensors=sort_tensors(rows))
+
+
+def told(config: object) -> object:
+    """What of a configuration goes to the server: without lists and texts as long as no decision needs, so that a line holds it.
+
+    Quantized models name thousands of modules there.
+    """
+    if isinstance(config, dict):
+        return {name: told(value) for name, value in config.items() if not _long(value)}
+    return [told(value) for value in config] if isinstance(config, list) else config
+
+
+def _long(value: object) -> bool:
+    return (isinstance(value, list) and len(value) > LONG_LIST) or (isinstance(value, str) and len(value) > LONG_TEXT)
+
+
+def _configuration(path: Path) -> dict[str, object]:
+    return dict(told(read_config(path))) if path.exists() else {}  # type: ignore[call-overload]
 
 
 def read_config(path: Path) -> dict[str, object]:

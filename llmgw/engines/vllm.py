@@ -89,7 +89,8 @@ class Vllm:
         if memory is None and devices and found.need is not None:
             # It may take only a part of what is free, so more must be free than it takes.
             memory = found.need if resources.share else math.ceil(found.need / found.share)
-        return Needs(devices, memory, resources.host_memory or 0, 3 if _several(profile) else 1, found.context)
+        fixed = not found.elastic and resources.device_memory is None
+        return Needs(devices, memory, resources.host_memory or 0, 3 if _several(profile) else 1, found.context, fixed)
 
     def estimate(self, profile: Profile, files: WeightFiles | None) -> Estimate:
         """See L{llmgw.engines.vllm_memory}."""

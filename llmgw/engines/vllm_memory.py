@@ -4,6 +4,9 @@ vLLM asks for a fraction of the device's total, C{gpu-memory-utilization}, and f
 activations leave of it. So a replica can start where C{fraction x total} holds weights, overhead and the cache of one request
 of C{context} tokens (vLLM's C{check_enough_kv_cache_memory}); what is more serves more requests at once.
 
+C{kv-cache-memory-bytes} says the cache's size instead of the fraction; C{cpu-offload-gb} keeps that much of each rank's weights
+on the host.
+
 Per layer and request, after vLLM 0.33's C{kv_cache_interface}: all tokens in blocks of 16; with a window C{min(window - 1 +
 max_num_batched_tokens, context)} and a block more; with chunks C{min(chunk + max_num_batched_tokens, context)}.
 """
@@ -54,12 +57,14 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     """One request of the whole context on each rank, in vLLM's order of ranks: data, pipeline, tensor."""
     parallel, layers, context = profile.parallel, layers_of(files), context_of(profile, files)
     weights = stage_weights(files, parallel, *_scales(profile, files)) if files is not None and files.found else None
+    fixed, away = _whole(profile, "kv-cache-memory-bytes"), int((_whole(profile, "cpu-offload-gb") or 0) * 2**30)
     cut = stages(_packed(layers, profile), parallel.pipeline) if layers is not None else None
     pages = _pages(profile)
     ranks = []
     for stage in range(parallel.pipeline):
         cache = bytes_of(cut[stage], _tokens(profile, context), pages) if cut is not None and context is not None else None
-        ranks += [RankMemory(weights[stage] if weights else None, cache, OVERHEAD)] * parallel.tensor
+        rank = RankMemory(max(0, weights[stage] - away) if weights else None, cache if fixed is None else fixed, OVERHEAD)
+        ranks += [rank] * parallel.tensor
     token = None
     if cut is not None and context is not None:
         more = (bytes_of(one, context + BLOCK, pages) - bytes_of(one, context, pages) for one in cut)
@@ -68,8 +73,8 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
         ranks=tuple(ranks) * parallel.data,
         context=context,
         per_token=token,
-        share=share(profile),
-        elastic=True,
+        share=share(profile) if fixed is None else 1.0,
+        elastic=fixed is None,
         unknown=unknown(files, layers, context),
     )
 
@@ -85,16 +90,20 @@ def _scales(profile: Profile, files: WeightFiles | None) -> tuple[float, float]:
     return QUANTIZED.get(str(profile.arguments.get("quantization")), 1.0), every
 
 
+def _whole(profile: Profile, name: str) -> int | None:
+    value = profile.arguments.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def _tokens(profile: Profile, context: int) -> int:
     """Decode context parallelism divides the tokens of a request over ranks."""
-    ranks = profile.arguments.get("decode-context-parallel-size")
-    return -(-context // ranks) if isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 1 else context
+    ranks = _whole(profile, "decode-context-parallel-size") or 1
+    return -(-context // max(1, ranks))
 
 
 def _pages(profile: Profile) -> Pages:
     width = cache_width(profile)
-    batched = profile.arguments.get("max-num-batched-tokens")
-    batch = batched if isinstance(batched, int) and not isinstance(batched, bool) else BATCHED
+    batch = _whole(profile, "max-num-batched-tokens") or BATCHED
 
     def held(layer: LayerCache, tokens: int) -> int:
         kept = tokens

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from attrs import evolve
+from twisted.internet.threads import deferToThreadPool
 
 from llmgw.engines.estimates import context_that_fits
 from llmgw.fleet.estimate import Estimate
@@ -27,7 +29,8 @@ Data = dict[str, Any]
 class Estimates:
     """Estimates over the present state."""
 
-    def __init__(self, controller: Controller, inspection: Inspection) -> None:
+    def __init__(self, controller: Controller, inspection: Inspection, reactor: Any) -> None:
+        self._reactor = reactor
         self._controller = controller
         self._inspection = inspection
 
@@ -50,7 +53,11 @@ class Estimates:
         found = found if found.elastic else evolve(found, observed=peak)
         answer = {"model": model.name, "engine": profile.engine, "weights": profile.weights, "node": where, **found.data()}
         answer["seen"] = peak
-        answer["nodes"] = [self._fitting(room, profile, files, adapter, found) for room in self._rooms(nodes)]
+        rooms = self._rooms(nodes)
+        fits = cache(partial(context_that_fits, profile, files, adapter))
+        # On a large fleet this takes seconds: as many sizes of free memory as there are nodes.
+        pool = self._reactor.getThreadPool()
+        answer["nodes"] = await deferToThreadPool(self._reactor, pool, _fitting, rooms, found, profile.parallel.nodes, fits)
         return answer
 
     def _adapter(self, model: Model) -> tuple[Profile, IMemoryEstimator]:
@@ -90,23 +97,28 @@ class Estimates:
         room = ledger(draft)
         return [NodeRoom(room.candidate(name)) for name in nodes if name in room.candidates]
 
-    def _fitting(
-        self, room: NodeRoom, profile: Profile, files: WeightFiles | None, adapter: IMemoryEstimator, found: Estimate
-    ) -> Data:
-        """What a node has free for one shard, and the context that would fit there: None where nobody can tell."""
-        each = -(-len(found.ranks) // profile.parallel.nodes)
-        devices = [_device(one.device.index, one.device.name, one.device.memory_total, one.free) for one in room.devices.values()]
-        totals = sorted((d.device.memory_total or 0, d.free or 0) for d in room.devices.values())
-        empty, free = (sorted((pair[which] for pair in totals), reverse=True) for which in (0, 1))
-        facts = room.candidate.facts
-        if not each:
-            empty, free = [facts.inventory.memory_total if facts else 0], [room.host_free]
-        answer: Data = {"node": room.name, "devices": devices, "host_memory": empty[0] if not each else None}
-        for word, sizes in (("context_empty", empty), ("context_free", free)):
-            enough = len(sizes) >= max(1, each)
-            memory = int(sizes[max(1, each) - 1] * found.share) if enough else 0
-            answer[word] = context_that_fits(profile, files, adapter, memory) if enough else 0
-        return answer
+
+def _fitting(rooms: Sequence[NodeRoom], found: Estimate, nodes: int, fits: Callable[[int], int | None]) -> list[Data]:
+    """By node, what is free there for one shard and the context that would fit; None where nobody can tell."""
+    return [_on_node(room, found, -(-len(found.ranks) // nodes), fits) for room in rooms]
+
+
+def _on_node(room: NodeRoom, found: Estimate, each: int, fits: Callable[[int], int | None]) -> Data:
+    """The device with the least room of the C{each} best decides; without devices the host's memory does."""
+    devices = [_device(one.device.index, one.device.name, one.device.memory_total, one.free) for one in room.devices.values()]
+    facts = room.candidate.facts
+    total = facts.inventory.memory_total if facts else 0
+    sizes = {"empty": [total], "free": [room.host_free]}
+    if each:
+        sizes = {
+            "empty": sorted((one["memory_total"] or 0 for one in devices), reverse=True),
+            "free": sorted((one["free"] or 0 for one in devices), reverse=True),
+        }
+    answer: Data = {"node": room.name, "devices": devices, "host_memory": None if each else total}
+    for word, memory in sizes.items():
+        enough = len(memory) >= max(1, each)
+        answer[f"context_{word}"] = fits(int(memory[max(1, each) - 1] * found.share)) if enough else 0
+    return answer
 
 
 def _device(index: int, name: str, total: int | None, free: int | None) -> Data:

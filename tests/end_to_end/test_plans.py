@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -16,6 +17,8 @@ TINY = """
   - name: absent
     replicas: 0
     profile: {engine: llamacpp, weights: absent.gguf}
+  - name: huge
+    profile: {engine: llamacpp, weights: tiny.gguf, context: 1000000000, arguments: {parallel: 2}}
 """
 
 
@@ -63,6 +66,17 @@ def test_an_estimate_is_made_from_the_files_of_the_agent_that_has_them(pair):
     file.write_text("models:\n  - {name: tiny, profile: {engine: llamacpp, weights: tiny.gguf, context: 256}}\n")
     changed = json.loads(pair.llmgw("estimate", "tiny", "-c", str(file), "--json"))
     assert changed["context"] == 256 and changed["host"]["cache"] > 0
+
+
+def test_explain_offers_the_context_that_would_fit(pair):
+    """What the agent found of the weights is what placement reckons with: a cache for a billion tokens has no room anywhere."""
+    text = until(lambda: "host memory" in (said := pair.llmgw("explain", "huge")) and said, "the weights were looked at")
+    assert "n2  host memory" in text and "need 953." in text
+    assert "n1  without the weights  tiny.gguf is not at" in text
+    offered = re.search(r"It would fit if:  context were at most (\d+) \(now 1000000000\)", text)
+    assert offered and 0 < int(offered[1]) < 1_000_000_000
+    found = json.loads(pair.llmgw("estimate", "huge", "--node", "n2", "--json"))
+    assert found["host"]["cache"] == 2 * LAYERS * 2 * WIDTH * 2 * 1_000_000_000 // 256 * 256
 
 
 def test_a_plan_tells_what_apply_then_does(pair):

@@ -193,3 +193,17 @@ def test_an_operators_certificate_is_a_clients_and_kept_private(folder, capsys):
     file.write_text(AGENT.replace("pki/n1", "pki/alice"))
     assert run(["check", str(file)]) == 2
     assert "is the certificate of an operator, want one of a node" in capsys.readouterr().out
+
+
+def test_check_finds_an_address_that_no_peer_would_believe(folder, tmp_path, capsys):
+    """Agents and operators refuse a certificate that is not for what they dialed: said before anything is started."""
+    file = tmp_path / "server.yaml"
+    tls = "tls: {authority: pki/ca.pem, certificate: pki/cp1.pem, key: pki/cp1.key}"
+    for fleet, admin, said in (
+        ("CP1.example:7443", "10.0.0.1:7444", ""),
+        ("cp2.example:7443", "10.0.0.1:7444", "cp1.pem is for cp1.example, 10.0.0.1, not for cp2.example (fleet.advertise)"),
+        ("cp1.example:7443", "10.0.0.2:7444", "not for 10.0.0.2 (admin.advertise): make one with --address"),
+    ):
+        file.write_text(f"fleet: {{listen: '{fleet}', {tls}}}\nadmin: {{listen: '{admin}'}}\n")
+        assert run(["check", str(file)]) == (2 if said else 0)
+        assert said in capsys.readouterr().out

@@ -27,7 +27,10 @@ def small(fleet):
 
 
 def test_a_backup_beside_a_running_server_is_brought_back_after_a_loss(small):
-    """Catalog, keys and placements are back; the engine has run all the while and still belongs to its replica."""
+    """Catalog, keys and placements are back; the engine has run all the while and still belongs to its replica.
+
+    Takes some seconds, since two servers and an engine start.
+    """
     shard = small.ready()[0]
     said = json.loads(small.llmgw("store", "backup", "backup.db", "--config", "server.yaml", "--json"))
     assert said["bytes"] == (small.folder / "backup.db").stat().st_size and said["file"] == "backup.db"
@@ -47,13 +50,23 @@ def test_a_backup_beside_a_running_server_is_brought_back_after_a_loss(small):
 
 @needs_postgres  # noqa: F405
 def test_a_fleet_moves_to_postgresql(small, postgres):
-    """Refused while the server runs; then everything is copied and counted, and what to do next is said."""
+    """Refused while the server runs; then all is copied and counted, and the same engine serves on under the new store.
+
+    Takes some seconds, since two servers and an engine start.
+    """
+    before = small.ready()[0]
     old, new = f"sqlite:///{small.folder}/state/llmgw.db", postgres.database()
     assert "is locked by pid" in small.llmgw("store", "copy", "--from", old, "--to", new, code=1)
     small.end("server")
     said = small.llmgw("store", "copy", "--from", "sqlite:///state/llmgw.db", "--to", new)
     assert f"store: {new}" in said and "1 catalog, 1 nodes, 1 shards, 1 keys" in said
     assert "is not new" in small.llmgw("store", "copy", "--from", old, "--to", new, code=1)
+    path = small.write_server(fake_model("m", 1))
+    path.write_text(path.read_text().replace("sqlite:///state/llmgw.db", f"'{new}'") + f"state: {small.folder}/state\n")
+    small.start_server()
+    after = small.ready()[0]
+    assert (after["pid"], after["attempt"], small.status()["server"]["epoch"]) == (before["pid"], before["attempt"], 2)
+    assert "is in use, cp1 leads over it" in small.llmgw("store", "copy", "--from", new, "--to", "sqlite:///b.db", code=1)
     backed = json.loads(small.llmgw("store", "backup", "pg.db", "--from", new, "--json"))
     assert backed["store"] == new.partition("?")[0]
     for place in (new, f"sqlite:///{small.folder}/pg.db"):

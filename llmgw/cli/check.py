@@ -97,3 +97,15 @@ def _identity(kind: str, settings: Any, certificate: Any, path: Path) -> None:
         raise pki.PkiError(f"{path} is the certificate of {pki.with_article(identity.role)}, want one of a {role}")
     if name and identity.name != name:
         raise pki.PkiError(f"{path} is the certificate of {identity.name}, but node is {name}: set node: {identity.name}")
+    if role == pki.SERVER:
+        _dialed(settings, pki.addresses_of(certificate), path)
+
+
+def _dialed(settings: Any, allowed: tuple[str, ...], path: Path) -> None:
+    """Whoever dials checks that the certificate is for the address that was dialed."""
+    from llmgw import pki
+
+    for key, part in (("fleet.advertise", settings.fleet), ("admin.advertise", settings.admin)):
+        if part is not None and part.advertise.host.lower() not in allowed:
+            known = ", ".join(allowed) or "no address"
+            raise pki.PkiError(f"{path} is for {known}, not for {part.advertise.host} ({key}): make one with --address")

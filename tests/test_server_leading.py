@@ -95,10 +95,11 @@ async def test_f05_a_leader_that_cannot_renew_throws_the_leadership_away(make):
     await wait(lambda: one.row("m")["ready"], "ready", one, two)
     await wait(lambda: [e.id for e in two.routers.routing.endpoints] == ["m/1"], "cp2 routes", one, two)
     old, told = one.server.controller, []
-    one.server.port.close_all = told.append
+    one.server.port.close_all = lambda goaway, seconds=1.0: told.append(goaway)
     one.server.leadership._table.change = cut
     await wait(lambda: one.server.succession.tenure is None, "stepped down", two)
-    assert [(goaway.reason, goaway.text) for goaway in told] == [("standby", "cp1 leads no more; nobody leads now")]
+    said = "cp1 leads no more; nobody led when that could last be seen: cut off"
+    assert [(goaway.reason, goaway.text) for goaway in told] == [("standby", said)]
     assert one.server.controller is not old and old.emission.port is None
     assert one.server.reception.readiness().reason == "standby"
     old.joined("b", "s-b", agent.register())

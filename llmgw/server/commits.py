@@ -83,6 +83,8 @@ class Commits:
     def _not_leading(self) -> NotLeading:
         holder = self._leadership.leader
         leader, address = holder.partition("@")[0], self.admin_of(holder)
+        if self._leadership.problem:
+            return NotLeading(f"{self._name} does not lead now, and who does cannot be seen: {self._leadership.problem}")
         if not leader or leader == self._name:
             return NotLeading(f"{self._name} does not lead now")
         place = address or ", ".join(self._leadership.addresses)

@@ -45,7 +45,7 @@ class Reception:
     def goaway(self) -> Goaway:
         """What linked agents are told when a leadership has ended."""
         leader, addresses = self.elsewhere()
-        return Goaway("standby", leader, addresses, f"{self._name} leads no more; {_who(leader)}")
+        return Goaway("standby", leader, addresses, f"{self._name} leads no more; {self._who(leader)}")
 
     def readiness(self) -> Refused | None:
         """See L{IMembers}."""
@@ -54,7 +54,14 @@ class Reception:
         if self._leadership.may_act() or not self._stands_by:
             return Refused("starting", f"{self._name} has not begun to lead yet", retry_after=1.0)
         leader, addresses = self.elsewhere()
-        return Refused("standby", f"{self._name} stands by; {_who(leader)}", leader, addresses, 0.0 if leader else 1.0)
+        return Refused("standby", f"{self._name} stands by; {self._who(leader)}", leader, addresses, 0.0 if leader else 1.0)
+
+    def _who(self, leader: str) -> str:
+        """A leader last seen before the store went out of sight is still worth a try, but not a promise."""
+        problem = self._leadership.problem
+        if problem:
+            return f"{leader or 'nobody'} led when that could last be seen: {problem}"
+        return f"{leader} leads" if leader else "nobody leads now"
 
     def judge(self, register: Register, certificate: PeerCertificate) -> Refused | None:
         """See L{IMembers}."""
@@ -84,7 +91,3 @@ class Reception:
         """See L{IMembers}."""
         if self._controller is not None:
             self._controller.left(node, session, reason)
-
-
-def _who(leader: str) -> str:
-    return f"{leader} leads" if leader else "nobody leads now"

@@ -246,10 +246,10 @@ class PostgresLeadership:
         if self._mine is not None and self._mine.over:
             self._mine = None
         try:
-            if self._mine is not None:
-                self._renew(self._mine)
-            else:
+            if self._mine is None:
                 self._look()
+            elif not self._renew(self._mine):
+                return
         except StoreError as error:
             self._failed = True
             self._report(self._trouble, str(error))
@@ -257,18 +257,20 @@ class PostgresLeadership:
         self._failed = False
         self._report(self._trouble, "")
 
-    def _renew(self, tenure: Tenure) -> None:
+    def _renew(self, tenure: Tenure) -> bool:
+        """Renew it if that makes sense; whether the database was asked at all."""
         sent = self._clock()
         if not tenure.in_time(sent):
             tenure.over = True  # the reactor's tick says so, too, and steps down
-            return
+            return False
         if not tenure.awake(sent):
-            return
+            return False
         if self._table.change(leaserow.renewing(self._holder, tenure.epoch)):
             tenure.renewed = sent
         else:
             tenure.over = True
             self._report(self._lost, tenure, "another server holds the lease")
+        return True
 
     def _look(self) -> None:
         row = self._table.read()

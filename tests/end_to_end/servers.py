@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 from llmgw.testing.postgres import Postgres
-from tests.end_to_end.fleet import RealFleet, Stream, fake_model, until
+from tests.end_to_end.fleet import RealFleet, Stream, until
 
 LEASE = 3.0
 TIMING = f"heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 60s, failover_grace: 20s, backoff: 1s, lease: {LEASE}s"
@@ -30,16 +29,20 @@ class Servers:
         for fleet in [*self.fleets.values()][1:]:
             shutil.copytree(self.first.folder / "pki", fleet.folder / "pki", dirs_exist_ok=True)
 
-    def start(self, name: str, models: str, router: str = "", wait: bool = True) -> None:
+    def start(self, name: str, models: str, router: str = "") -> None:
         fleet = self.fleets[name]
         path = fleet.write_server(models, router, TIMING)
         text = path.read_text().replace("sqlite:///state/llmgw.db", f"'{self.url}'")
-        text = text.replace("pki/cp1.", f"pki/{name}.") + f"state: {fleet.folder}/state\n"
-        path.write_text(text)
-        if wait:
-            fleet.start_server()
-        else:
-            fleet.daemon("server", "server", path)
+        path.write_text(text.replace("pki/cp1.", f"pki/{name}.") + "state: state\n")
+        fleet.daemon("server", "server", path)
+
+    def start_all(self, models: str) -> tuple[str, str]:
+        """All at once, on an empty database; who leads, and one that does not."""
+        for name in self.fleets:
+            self.start(name, models)
+        until(lambda: all(self.server(name) for name in self.fleets), "all answer", 40.0)
+        leader, _ = self.leader()
+        return leader, next(name for name in self.fleets if name != leader)
 
     def start_agent(self, name: str = "n1") -> None:
         addresses = ", ".join(f"'127.0.0.1:{fleet.fleet}'" for fleet in self.fleets.values())
@@ -88,14 +91,3 @@ class Servers:
     def close(self) -> None:
         for fleet in self.fleets.values():
             fleet.close()
-
-
-def model(*options: str, replicas: int = 1) -> str:
-    return fake_model("m", replicas, *options)
-
-
-def timed(found) -> float:
-    """Seconds until C{found} returned."""
-    began = time.monotonic()
-    found()
-    return time.monotonic() - began

@@ -8,12 +8,11 @@ import time
 
 import pytest
 
-from tests.end_to_end.fleet import until
-from tests.end_to_end.servers import LEASE, Servers, model
+from tests.end_to_end.fleet import fake_model, until
+from tests.end_to_end.servers import LEASE, Servers
 from tests.store_fixtures import needs_postgres, postgres  # noqa: F401
 
 pytestmark = needs_postgres
-STREAM = ("--interval", "0.05", "--events", "400")
 AT_MOST = LEASE + LEASE / 10 + 2.0  # the lease, a look at the row, and room for a busy machine
 
 
@@ -29,51 +28,91 @@ def servers(tmp_path, request, postgres):  # noqa: F811
                 print(f"--- {log}\n{log.read_text(errors='replace')[-6000:]}")
 
 
-@pytest.fixture
-def leading(servers):
-    """cp1 leads, cp2 stands by, n1 runs one engine, and both routers serve it."""
-    servers.start("cp1", model(*STREAM))
-    servers.start("cp2", model(*STREAM))
-    assert servers.leader() == ("cp1", 1)
-    servers.start_agent()
-    servers.fleets["cp1"].ready()
-    until(lambda: servers.fleets["cp2"].ask()[0] == 200, "the standby routes")
-    return servers
+class Scene:
+    """One leads, one stands by, n1 runs one engine, a client streams through each router."""
 
+    def __init__(self, servers: Servers, events: int) -> None:
+        self.servers = servers
+        self.leader, self.other = servers.start_all(fake_model("m", 1, "--interval", "0.05", "--events", str(events)))
+        self.epoch = servers.server(self.leader)["epoch"]
+        servers.start_agent()
+        self.before = self.pids(self.leader)
+        until(lambda: servers.fleets[self.other].ask()[0] == 200, "the standby routes")
+        self.streams = servers.streams(events)
+        self.process = servers.fleets[self.leader].running["server"]
 
-def pids(servers, leader):
-    return {shard["id"]: (shard["pid"], shard["attempt"]) for shard in servers.fleets[leader].ready()}
+    def pids(self, leader: str):
+        return {shard["id"]: (shard["pid"], shard["attempt"]) for shard in self.servers.fleets[leader].ready()}
+
+    def nothing_happened(self, leader: str) -> None:
+        """Not a stream cut, not an engine restarted."""
+        self.servers.linked(leader)
+        for stream in self.streams:
+            stream.whole()
+        assert self.pids(leader) == self.before
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_f01_f02_a_new_leader_takes_over_and_nothing_else_happens(leading, number):
-    """Crash: within the lease and a look. Graceful: within two seconds. Takes some seconds since a lease has to run out."""
-    before, streams = pids(leading, "cp1"), leading.streams(400)
+def test_f01_f02_a_new_leader_takes_over_and_nothing_else_happens(servers, number):
+    """Crash: within the lease and a look. Graceful: within two seconds. Takes 15 s: five daemons start, and a lease runs out."""
+    scene = Scene(servers, 120)
     began = time.monotonic()
-    leading.fleets["cp1"].end("server", number)
-    name, epoch = leading.leader("cp1", above=1)
+    scene.process.send_signal(number)
+    found = servers.leader(scene.leader, above=scene.epoch)
     took = time.monotonic() - began
     print(f"a new leader after {took:.2f} s")
-    assert (name, epoch) == ("cp2", 2)
+    assert found == (scene.other, scene.epoch + 1)
     assert took < (2.0 if number == signal.SIGTERM else AT_MOST)
-    leading.linked("cp2")
-    for stream in streams:
-        stream.whole()
-    assert pids(leading, "cp2") == before
+    scene.nothing_happened(scene.other)
 
 
 @pytest.mark.slow
-def test_f03_a_leader_that_was_suspended_past_its_lease_stands_by(leading):
+def test_f03_a_leader_that_was_suspended_past_its_lease_stands_by(servers):
     """SIGSTOP for three leases, then SIGCONT: it commands nothing more, and follows. Takes three leases."""
-    before, streams = pids(leading, "cp1"), leading.streams(400)
-    process = leading.fleets["cp1"].running["server"]
-    os.kill(process.pid, signal.SIGSTOP)
-    leading.linked(leading.leader("cp1", above=1)[0])
+    scene = Scene(servers, 400)
+    os.kill(scene.process.pid, signal.SIGSTOP)
+    servers.linked(servers.leader(scene.leader, above=scene.epoch)[0])
     time.sleep(2 * LEASE)  # suspended is what it is meant to be
-    os.kill(process.pid, signal.SIGCONT)
-    until(lambda: leading.server("cp1")["role"] == "standby" and leading.server("cp1")["epoch"] == 2, "cp1 stands by")
-    assert leading.leaders() == {"cp2": 2}
-    for stream in streams:
-        stream.whole()
-    assert pids(leading, "cp2") == before
-    assert "stale_epoch" not in leading.first.log("n1")
+    os.kill(scene.process.pid, signal.SIGCONT)
+
+    def follows():
+        server = servers.server(scene.leader)
+        return (server["role"], server["epoch"]) == ("standby", scene.epoch + 1)
+
+    until(follows, "it stands by")
+    assert servers.leaders() == {scene.other: scene.epoch + 1}
+    scene.nothing_happened(scene.other)
+    assert "stale_epoch" not in servers.first.log("n1")
+
+
+@pytest.mark.slow
+def test_f04_a_short_suspension_changes_nothing(servers):
+    """Half a lease: no other leader, no link dropped. Takes that long."""
+    scene = Scene(servers, 160)
+    os.kill(scene.process.pid, signal.SIGSTOP)
+    time.sleep(min(LEASE / 2, 1.0))  # less than three heartbeats, or agents would rightly go
+    os.kill(scene.process.pid, signal.SIGCONT)
+    until(lambda: servers.leaders() == {scene.leader: scene.epoch}, "it leads on")
+    scene.nothing_happened(scene.leader)
+    assert servers.first.log("n1").count("linked to") == 1
+
+
+@pytest.mark.slow
+def test_f06_f11_without_the_database_nobody_leads_and_all_routes(servers):
+    """PostgreSQL crashes and is away for three leases: routers serve, status says why; then one leads again by itself."""
+    scene = Scene(servers, 400)
+    servers.postgres.stop("immediate")
+    try:
+        until(lambda: not servers.leaders(), "nobody leads", LEASE * 2)
+        time.sleep(2 * LEASE)  # away is what it is meant to be
+        for fleet in servers.fleets.values():
+            assert fleet.ask()[0] == 200
+            assert any("who leads cannot be seen" in note for note in fleet.status()["server"]["notes"])
+            assert "does not lead now" in fleet.llmgw("key", "create", "x", code=1)
+    finally:
+        servers.postgres.start()
+    began = time.monotonic()
+    leader, epoch = servers.leader(above=scene.epoch)
+    print(f"a leader {time.monotonic() - began:.2f} s after the database was back")
+    assert epoch == scene.epoch + 1
+    scene.nothing_happened(leader)

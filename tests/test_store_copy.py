@@ -157,3 +157,10 @@ def test_who_cannot_be_reached_is_named(tmp_path):
         with pytest.raises(StoreError, match="postgresql://127.0.0.1:1/d: cannot be reached"):
             act()
     assert not (tmp_path / "a.db").exists()
+
+
+def test_a_missing_driver_is_a_sentence(monkeypatch, tmp_path):
+    """PostgreSQL's is an extra of the package: who has not installed it is told how to."""
+    monkeypatch.setattr("llmgw.store.backend.find_spec", lambda name: None)
+    with pytest.raises(StoreError, match=r"PostgreSQL needs its driver: pip install 'llmgw\[postgresql\]'"):
+        backup_store("postgresql://u@h/d", tmp_path / "a.db")

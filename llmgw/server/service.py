@@ -166,13 +166,17 @@ class Server(Service):
     def reload(self, settings: ServerSettings) -> None:
         """SIGHUP: take the certificates of a new file, and where we lead its catalog; the rest needs a restart.
 
+        What the file says of revoked certificates is the admin port's to take.
+
         @raise LlmgwError: a certificate cannot be used; then nothing is taken.
         """
         if self.port is not None and settings.fleet is not None:
             self.port.reload(settings.fleet)
         self.workers.certificates()
         self.controller.routing.forget_secrets()
-        fixed = evolve(settings, catalog=self.settings.catalog, warnings=self.settings.warnings)
+        old = self.settings
+        admin = evolve(settings.admin, revoked=old.admin.revoked) if settings.admin and old.admin else settings.admin
+        fixed = evolve(settings, catalog=old.catalog, warnings=old.warnings, admin=admin)
         if fixed != self.settings:
             self.log.warn("only models, secrets and certificates are reloaded; the other changes need a restart")
         if self.company is not None:

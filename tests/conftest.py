@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import time
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -61,13 +60,6 @@ def _left(before: set[int]) -> dict[int, str]:
     return {pid: _name(pid) for pid in left}
 
 
-def _shared(folder: Path | None) -> list[Path]:
-    """Shared files of the servers whose state lies somewhere in a test's own folder: no other run's are looked at."""
-    if folder is None:
-        return []
-    return [path for below, _, _ in os.walk(folder) for path in shared_files(Path(below))]
-
-
 @pytest.fixture(autouse=True)
 def no_leftovers(request):
     """Fails a test that leaves something behind, and cleans up after it."""
@@ -89,7 +81,8 @@ def no_leftovers(request):
     children = _left(children_before)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
-    shared = _shared(request.node.funcargs.get("tmp_path"))
+    folder = request.node.funcargs.get("tmp_path")
+    shared = shared_files(folder) if folder else []  # No other run's are looked at.
     for path in shared:
         path.unlink(missing_ok=True)
     problems = [f"logged failure: {event['log_failure'].getTraceback()}" for event in failures]

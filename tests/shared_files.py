@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from llmgw.router.sharedfile import shared_file
 
+NAMES = ("scoreboard", "prefixes")
+
 
 def shared_files(folder: Path) -> list[Path]:
-    """Those outside of C{folder} that belong to the server whose router's state it is."""
-    found = [shared_file(folder, name) for name in ("scoreboard", "prefixes")]
-    return [path for path in found if path.parent != folder and path.exists()]
+    """Those in /dev/shm that belong to routers with their state in C{folder} or anywhere below it."""
+    found = [shared_file(Path(below), name) for below, _, _ in os.walk(folder) for name in NAMES]
+    return [path for path in found if folder not in path.parents and path.exists()]
 
 
 def remove_shared_files(folder: Path) -> None:

@@ -276,7 +276,7 @@ async def test_flood_is_bounded(rig, monkeypatch):
 
     peaks = []
     await until(rig.reactor, lambda: (shard.folder.path / "output.log").exists())
-    await until(rig.reactor, lambda: peaks.append(on_disk()) or ended())
+    await until(rig.reactor, lambda: peaks.append(on_disk()) or ended(), seconds=60)
     assert max(peaks) < 60 * 2**20
     assert read_output(shard.folder.path, 0, 6).data == b"first\n"
     await until(rig.reactor, lambda: os.stat(shard.folder.path / "output.log").st_size <= 2**20)

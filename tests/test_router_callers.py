@@ -84,7 +84,7 @@ def test_l2_the_limit_is_a_bound_and_others_wait(rig):
         gate.open.release(10)
         assert [answer[0] for answer in asking.join()] == [200] * 10
         assert gate.most == 2
-    assert rig.in_flight() == 0
+    until(lambda: rig.in_flight() == 0)
     assert waiting(rig) == 0
 
 

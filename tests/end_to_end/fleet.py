@@ -265,5 +265,5 @@ class RealFleet:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         until(lambda: not processes(str(self.folder)), "everything killed")
-        remove_shared_files(self.folder / "state" / "router")
+        remove_shared_files(self.folder)
         return left

@@ -7,6 +7,9 @@ so the shape only has to carry the message and a stable C{code}, which stands in
 
 from __future__ import annotations
 
+import time
+from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 
 import msgspec
@@ -97,6 +100,16 @@ _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 def reason_phrase(status: int) -> bytes:
     """The words after the status code; nobody reads them, but the grammar wants the space before them."""
     return _PHRASES.get(status, b"")
+
+
+def date() -> bytes:
+    """Now, for the C{Date} field of an answer of our own; an engine's has its own."""
+    return _date(int(time.time()))
+
+
+@lru_cache(1)
+def _date(now: int) -> bytes:
+    return formatdate(now, usegmt=True).encode()
 
 
 def error_head(refusal: Refusal) -> list[tuple[bytes, bytes]]:

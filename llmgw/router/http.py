@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import httptools
 from twisted.logger import Logger
 
-from llmgw.router.errors import Refusal, error_body, error_head, reason_phrase
+from llmgw.router.errors import Refusal, date, error_body, error_head, reason_phrase
 from llmgw.router.request import (
     MAX_FIELDS,
     MAX_HEAD,
@@ -345,7 +345,7 @@ class ServerConnection(asyncio.Protocol):
     def reply(self, request: Request, status: int, fields: list[Field], body: bytes) -> None:
         """Answer with a whole body and be done with the request."""
         keep = self.keeps(request)
-        head = [b"HTTP/1.1 %d %b\r\n" % (status, reason_phrase(status))]
+        head = [b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, reason_phrase(status), date())]
         head += [b"%b: %b\r\n" % field for field in fields]
         head.append(b"content-length: %d\r\n%b\r\n" % (len(body), connection_field(request, keep)))
         self.write(b"".join(head) + (b"" if request.method == b"HEAD" else body))

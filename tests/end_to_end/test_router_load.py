@@ -1,15 +1,18 @@
-"""What engines tell of their load reaches the routers' choice, through agent, link, server and scoreboard."""
+"""What engines tell of their load reaches the routers' choice, and what routers count reaches those who watch."""
 
 from __future__ import annotations
 
+import csv
 import http.client
+import io
 import json
 import threading
+import urllib.request
 from collections import Counter
 
 import pytest
 
-from tests.end_to_end.fleet import RealFleet, fake_model, until
+from tests.end_to_end.fleet import RealFleet, fake_model, free_ports, until
 
 
 def answered_by(fleet: RealFleet, count: int) -> Counter[str]:
@@ -55,3 +58,39 @@ def test_foreign_load_moves_requests_away(fleet):
     until(lambda: busy["id"] not in answered_by(fleet, 6), "the busy one is left alone", 30)
     stop.set()
     until(lambda: busy["id"] in answered_by(fleet, 6), "it is used again", 30)
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return reply.read().decode()
+
+
+def test_what_was_served_is_seen(fleet):
+    """One stream, seen in top, usage, metrics, the access log, and through the list of engines for Prometheus."""
+    (port,) = free_ports(1)
+    fleet.write_server(fake_model(), router=f", metrics: 127.0.0.1:{port}, keys: required")
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    fleet.ready()
+    made = json.loads(fleet.llmgw("key", "create", "alice", "--json"))
+    fleet.stream(key=made["key"], tokens=5).whole()
+
+    def usage() -> list[dict[str, str]]:
+        text = fleet.llmgw("usage", "--by", "key,model", "--since", "1d", "--csv")
+        return list(csv.DictReader(io.StringIO(text)))
+
+    (row,) = until(usage, "usage is in the store")
+    assert (row["key"], row["model"], row["requests"], row["failures"]) == (made["id"], "m", "1", "0")
+    assert int(row["completion_tokens"]) > 0
+    (model,) = json.loads(fleet.llmgw("top", "--json"))["models"]
+    assert (model["replicas"][0]["id"], model["replicas"][0]["requests"]) == ("m/1", 1)
+    assert "m/1" in fleet.llmgw("top", "--once", "--interval", "100ms")
+    metrics = fetch(f"http://127.0.0.1:{port}/metrics")
+    assert 'llmgw_requests_total{model="m",replica="m/1",status="200",reason="done"} 1' in metrics
+    assert 'llmgw_stream_ends_total{kind="done"} 1' in metrics
+    (target,) = json.loads(fetch(f"http://127.0.0.1:{port}/targets"))
+    assert target["labels"]["replica"] == "m/1"
+    assert "requests_total 1" in fetch(f"http://{target['targets'][0]}{target['labels']['__metrics_path__']}")
+    log = [json.loads(line) for line in (fleet.folder / "log" / "access.jsonl").read_text().splitlines()]
+    assert [(one["key"], one["replica"], one["status"]) for one in log] == [(made["id"], "m/1", 200)]

@@ -1,0 +1,174 @@
+"""Header fields that clients, proxies and tracers rely on, and choices that a whole table makes, through a real worker."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections import Counter
+from email.utils import parsedate_to_datetime
+
+import anthropic
+import openai
+import pytest
+from msgspec.structs import replace
+
+from llmgw.router.table import RoutedModel
+from llmgw.testing.scripted_engine import ScriptedEngine
+from tests.router_rig import KEY, OK, Rig, plain
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture(scope="module")
+def rig():
+    rig = Rig()
+    yield rig
+    rig.stop()
+
+
+def test_own_answers_are_dated(rig):
+    """Errors and lists carry the date; an engine's answer has the engine's, once."""
+    then = b"Tue, 15 Nov 1994 08:12:31 GMT"
+
+    def script(talk):
+        while talk.request():
+            talk.answer(OK, fields=b"content-type: application/json\r\ndate: %b\r\n" % then)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        for answer in (rig.get("/health"), rig.get("/v1/models"), rig.get("/nowhere"), rig.post(key="wrong")):
+            assert abs(parsedate_to_datetime(answer[1]["date"]).timestamp() - time.time()) < 5
+        with rig.client() as raw:
+            raw.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nContent-Length: 13\r\n\r\n"
+                     b'{"model":"m"}' % KEY.encode())  # fmt: skip
+            assert raw.answer()[1].lower().count(b"\r\ndate: ") == 1
+        assert rig.post()[1]["date"] == then.decode()
+
+
+def test_traces_go_through(rig):
+    """W3C trace context reaches the engine as it came, so that its spans belong to the caller's."""
+    with ScriptedEngine(plain) as engine:
+        rig.use(engine)
+        rig.post(headers={"Traceparent": TRACE, "Tracestate": "a=1,b=2", "Baggage": "user=7"})
+        fields = dict(engine.requests[0].headers)
+        assert fields[b"traceparent"] == TRACE.encode()
+        assert (fields[b"tracestate"], fields[b"baggage"]) == (b"a=1,b=2", b"user=7")
+
+
+def test_answers_name_their_replica_and_request(rig):
+    """The client's own id comes back and stands in the log, beside one of ours that no other request has."""
+    with ScriptedEngine(plain) as engine:
+        rig.use(engine)
+        answers = [rig.post(headers={"X-Request-Id": "mine-7"})[1] for _ in range(2)]
+        assert {(head["x-request-id"], head["x-llmgw-replica"]) for head in answers} == {("mine-7", "m/0")}
+        rows = rig.log(2, client_id="mine-7")
+        assert len({row["id"] for row in rows}) == 2
+        assert [request.header(b"x-request-id").decode() for request in engine.requests] == [row["id"] for row in rows]
+        wanted = {"time", "id", "client", "key", "call", "model", "replica", "why", "status", "outcome", "retries", "queue_ms",
+                  "ttft_ms", "duration_ms", "prompt", "cached", "completion"}  # fmt: skip
+        assert wanted <= set(rows[0])
+        assert (rows[0]["key"], rows[0]["call"], rows[0]["replica"]) == ("k1", "chat", "m/0")
+
+
+def test_clients_behind_trusted_proxies(rig):
+    """Who is logged as the client: what a trusted proxy says, and nobody else."""
+    with ScriptedEngine(plain) as engine:
+        for trusted, client in ((("127.0.0.0/8",), "192.0.2.7"), (("10.0.0.0/8",), "127.0.0.1"), ((), "127.0.0.1")):
+            rig.use(engine, trusted_proxies=trusted)
+            id = f"from {client} {trusted}"
+            rig.post(headers={"X-Forwarded-For": "6.6.6.6, 192.0.2.7", "X-Request-Id": id})
+            assert rig.log(client_id=id)[0]["client"] == client
+
+
+def test_weighted_by_the_tables_shares(rig):
+    """An endpoint with three times the share gets about three times as many requests."""
+    with ScriptedEngine(plain) as one, ScriptedEngine(plain) as two:
+        table = rig.use(one, two, model=RoutedModel("m", policy="weighted"))
+        shares = (replace(table.endpoints[0], share=3), replace(table.endpoints[1], share=1))
+        rig.version += 1
+        rig.publish(replace(table, version=rig.version, endpoints=shares))
+        counts = Counter(rig.post()[1]["x-llmgw-replica"] for _ in range(300))
+        assert 180 < counts["m/0"] < 270
+
+
+def test_fallback_to_a_static_endpoint(rig):
+    """When a model has no replica, somebody else's engine answers, under the name that it serves there; else its own does."""
+    with ScriptedEngine(plain) as engine, ScriptedEngine(plain) as own:
+        table = rig.use(engine, own, served="upstream/name")
+        static = replace(table.endpoints[0], static=True)
+        for mine in ((), (table.endpoints[1].id,)):
+            models = (
+                RoutedModel("elsewhere", endpoints=(static.id,)),
+                RoutedModel("m", endpoints=mine, fallbacks=("elsewhere",)),
+            )
+            rig.version += 1
+            rig.publish(replace(table, version=rig.version, endpoints=(static, table.endpoints[1]), models=models))
+            assert rig.post()[0] == 200
+        assert [len(engine.requests), len(own.requests)] == [1, 1]
+        assert engine.requests[0].json["model"] == "upstream/name"
+
+
+def sse(*events):
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event).encode()) for event in events)
+
+
+def test_anthropic_client_streams(rig):
+    """The official client: an image in base64 goes up, a tool's input comes down in pieces."""
+    message = {"id": "1", "type": "message", "role": "assistant", "model": "m", "content": [], "stop_reason": None,
+               "stop_sequence": None, "usage": {"input_tokens": 9, "output_tokens": 1}}  # fmt: skip
+    block = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    events = sse(
+        {"type": "message_start", "message": message},
+        {"type": "content_block_start", "index": 0, "content_block": block},
+        *({"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta", "partial_json": part}}
+          for part in ('{"x"', ": 1}")),
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": {"output_tokens": 5}},
+        {"type": "message_stop"},
+    )  # fmt: skip
+    image = base64.b64encode(bytes(range(256)) * 500).decode()
+    content = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image}}]
+
+    def script(talk):
+        while talk.request():
+            talk.stream(events)
+
+    with ScriptedEngine(script) as engine, anthropic.Anthropic(base_url=rig.url, api_key=KEY, max_retries=0) as client:
+        rig.use(engine)
+        with client.messages.stream(model="m", max_tokens=9, messages=[{"role": "user", "content": content}]) as stream:
+            made = stream.get_final_message()
+        assert (made.content[0].name, made.content[0].input, made.stop_reason) == ("look", {"x": 1}, "tool_use")
+        assert engine.requests[0].json["messages"][0]["content"][0]["source"]["data"] == image
+    row = rig.log(call="messages", completion=5)[-1]
+    assert (row["prompt"], row["completion"]) == (9, 5)
+
+
+def test_openai_client_streams_tools(rig):
+    """The official client puts a tool's call together from the pieces; it does not see the usage that the router asked for."""
+
+    def piece(delta, finish=None):
+        return {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m",
+                "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}  # fmt: skip
+
+    def call(**function):
+        return {"tool_calls": [{"index": 0, "id": "c", "type": "function", "function": function}]}
+
+    usage = {**piece({}), "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}}
+    pieces = [
+        piece(call(name="look", arguments="")),
+        piece(call(arguments='{"x"')),
+        piece(call(arguments=": 1}"), "tool_calls"),
+        usage,
+    ]
+    events = [b"data: %b\n\n" % json.dumps(one).encode() for one in pieces]
+
+    def script(talk):
+        while talk.request():
+            talk.stream(*events, b"data: [DONE]\n\n")
+
+    with ScriptedEngine(script) as engine, openai.OpenAI(base_url=f"{rig.url}/v1", api_key=KEY, max_retries=0) as client:
+        rig.use(engine)
+        seen = list(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True))
+    assert "".join(one.choices[0].delta.tool_calls[0].function.arguments for one in seen) == '{"x": 1}'
+    assert rig.log(call="chat", completion=3)[-1]["prompt"] == 7

@@ -55,7 +55,10 @@ def test_plan_sends_the_file_and_prints_the_answer(admin, tmp_path, capsys):  # 
     assert admin.run("plan", str(file), "--allow-removals") == 0
     assert capsys.readouterr().out == "catalog 41 -> 42 would\n  start  m  1 replica (n1 gpu 7)\n"
     assert admin.asked == [
-        ("POST /v1/plan", {"text": "models: []\n", "path": str(file), "allow_removals": True, "without": []}),
+        (
+            "POST /v1/plan",
+            {"text": "models: []\n", "path": str(file), "allow_removals": True, "allow_outage": False, "without": []},
+        ),
     ]
     assert admin.run("plan", str(file), "--json") == 0
     assert json.loads(capsys.readouterr().out) == PLANNED

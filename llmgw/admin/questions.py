@@ -37,7 +37,8 @@ class Questions:
         controller = self._server.controller
         plans = Plans(controller, self._server.catalogs, Inspection(controller), self._reactor)
         path = fields.text("path", "catalog")
-        return await plans.plan(self._catalog(fields), path, fields.flag("allow_removals"), fields.texts("without", []))
+        removals, outage = fields.flag("allow_removals"), fields.flag("allow_outage")
+        return await plans.plan(self._catalog(fields), path, removals, outage, fields.texts("without", []))
 
     async def estimate(self, fields: Fields) -> Data:
         """What a replica takes of memory; of the catalog in force, or of the one that is sent."""

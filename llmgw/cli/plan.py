@@ -17,16 +17,17 @@ PATIENCE = 120.0
 @click.command(name="plan")
 @click.argument("file", nargs=-1, type=click.Path())
 @REMOVALS
+@click.option("--allow-outage", is_flag=True, help="As if apply were told so: a model's only replica may stop first.")
 @click.option("--without", is_flag=True, help="What if nodes were lost: all arguments but a FILE are their names.")
 @json_option
 @pass_session
-def plan_command(session: Session, file: tuple[str, ...], allow_removals: bool, without: bool) -> None:
+def plan_command(session: Session, file: tuple[str, ...], allow_removals: bool, allow_outage: bool, without: bool) -> None:
     """Say what would start, change, move, stop or wait if FILE were applied, and why; and do nothing.
 
     With --without NODE... also, or only, what would become of the replicas on those nodes.
     """
     chosen, nodes = _sort(file, without)
-    body: dict[str, Any] = {"allow_removals": allow_removals, "without": list(nodes)}
+    body: dict[str, Any] = {"allow_removals": allow_removals, "allow_outage": allow_outage, "without": list(nodes)}
     if chosen is not None:
         body |= {"text": read_text(chosen), "path": str(chosen.absolute())}
     session.show(session.client.post("/v1/plan", timeout=PATIENCE, **body))

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 
 from attrs import evolve, field, frozen
 
-from llmgw.fleet.model import Catalog
+from llmgw.fleet.model import Catalog, Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
 from llmgw.planning.hints import freed
 from llmgw.planning.placement import claim_of
+from llmgw.planning.profiles import follow_rollout
 from llmgw.planning.reconcile import Outcome, reconcile
 from llmgw.planning.replicas import group
 from llmgw.planning.rollout import leave
@@ -46,13 +47,14 @@ class Forecast:
     whole: bool = True
 
 
-def forecast(world: World, catalog: Catalog, without: Iterable[str] = (), rounds: int = ROUNDS) -> Forecast:
+def forecast(world: World, catalog: Catalog, without: Iterable[str] = (), outage: bool = False, rounds: int = ROUNDS) -> Forecast:
     """Follow C{catalog} through from C{world}.
 
     @param catalog: what would be in force. Models that the world's has and this one has not were removed on purpose.
     @param without: nodes that would be lost for good.
+    @param outage: a changed model's only replica may stop before its successor is there.
     """
-    began = _began(world, catalog, frozenset(without))
+    began = _began(world, catalog, frozenset(without), outage)
     now, outcome = began, reconcile(began)
     reasons: dict[str, str] = {}
     least = _ready(began.shards)
@@ -69,7 +71,7 @@ def forecast(world: World, catalog: Catalog, without: Iterable[str] = (), rounds
     return Forecast(world, now, outcome, reasons, least, whole=False)
 
 
-def _began(world: World, catalog: Catalog, without: frozenset[str]) -> World:
+def _began(world: World, catalog: Catalog, without: frozenset[str], outage: bool) -> World:
     """The world at the moment of the change."""
     gone = {name: evolve(world.nodes[name], state=NodeState.LOST, reason="what if") for name in without if name in world.nodes}
     told = {name: said for name, said in world.told.items() if name not in gone}
@@ -81,7 +83,18 @@ def _began(world: World, catalog: Catalog, without: frozenset[str]) -> World:
         for replica in replicas if name in removed else ():
             if not replica.leaving:
                 leave(draft, replica, f"{name} was removed from the catalog")
-    return evolve(begun, shards=draft.shards)
+    for model in catalog.models if outage else ():
+        before = world.catalog.get(model.name)
+        if model.profile is not None and before is not None and before.profile != model.profile:
+            _allow_outage(draft, model)
+    return evolve(begun, shards=draft.shards, rollouts=draft.rollouts)
+
+
+def _allow_outage(draft: Draft, model: Model) -> None:
+    """Begin a changed model's rollout as C{apply --allow-outage} does."""
+    follow_rollout(draft, model, group(draft.shards.values()).get(model.name, []))
+    if (record := draft.rollouts.get(model.name)) is not None:
+        draft.put_rollout(evolve(record, outage=True))
 
 
 def _ready(shards: Mapping[str, ShardRecord]) -> Counter[str]:
@@ -100,7 +113,7 @@ def _obeyed(world: World, outcome: Outcome) -> World:
         if record.wanted is Wanted.RUN and record.state in _COMING:
             shards[record.shard] = evolve(record, state=ShardState.READY, reason="", served_since=world.now)
             told[node][record.shard] = _serving(record)
-        elif record.wanted is not Wanted.RUN and (report := told[node].get(record.shard)) and report.state.live:
+        elif _was_leaving(world, record) and (report := told[node].get(record.shard)) and report.state.live:
             told[node][record.shard] = evolve(report, state=ShardState.STOPPED, attempt=record.attempt)
             ended[node].append(record)
     said = {
@@ -109,6 +122,12 @@ def _obeyed(world: World, outcome: Outcome) -> World:
     }
     nodes = {name: _emptied(node, ended[name]) if name in ended else node for name, node in outcome.nodes.items()}
     return evolve(world, shards=shards, told=said, nodes=nodes, rollouts=outcome.rollouts, declined={})
+
+
+def _was_leaving(world: World, record: ShardRecord) -> bool:
+    """Whether it was ordered away a round ago: a drain takes its time, so the plan after that order finds its room taken."""
+    before = world.shards.get(record.shard)
+    return record.wanted is not Wanted.RUN and before is not None and before.wanted is not Wanted.RUN
 
 
 def _known(reports: Mapping[str, ShardReport], shards: Mapping[str, ShardRecord]) -> dict[str, ShardReport]:

@@ -62,7 +62,7 @@ def _of_model(found: Forecast, model: Model, here: list[Replica], then: list[Rep
         text = way or f"{_count(len(changed))} replaced one at a time"
         yield _step("change", found, model, f"{fact}: {text}" if fact else text, fresh, _serving(found, model))
     elif fact:
-        yield Step("update", model.name, f"{fact}: {way}" if way else fact)
+        yield Step("change" if way else "update", model.name, f"{fact}: {way}" if way else fact)
     left = [*lost, *(replica for replica in gone if replica not in changed)]
     moved = list(zip(left, new, strict=False))
     for old, successor in moved:

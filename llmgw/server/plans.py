@@ -15,6 +15,7 @@ from twisted.internet.threads import deferToThreadPool
 from llmgw.fleet.model import Catalog
 from llmgw.planning.forecast import Forecast, forecast
 from llmgw.planning.plan import Step, searching, steps
+from llmgw.planning.strategy import Way
 from llmgw.planning.world import World
 from llmgw.server.catalogs import Applied, Catalogs
 from llmgw.server.controller import Controller
@@ -34,10 +35,13 @@ class Plans:
         self._inspection = inspection
         self._reactor = reactor
 
-    async def plan(self, new: Catalog | None, path: str, allow_removals: bool, without: Sequence[str]) -> Data:
+    async def plan(
+        self, new: Catalog | None, path: str, allow_removals: bool, allow_outage: bool, without: Sequence[str]
+    ) -> Data:
         """What would happen.
 
-        @param new: the changed catalog, None for the one in force.
+        @param new: the changed catalog, None for the one in force; C{path} its file, for the words.
+        @param allow_removals: as for apply, like C{allow_outage}.
         @param without: nodes that would be lost.
         @raise Unknown: there is no such node.
         @raise llmgw.errors.Invalid: an engine would refuse a profile of the new catalog.
@@ -48,14 +52,16 @@ class Plans:
         proposed = truth.catalog if new is None else new
         done = await self._catalogs.apply(proposed, "plan", allow_removals=allow_removals, dry_run=True)
         revision, state = truth.catalog_revision, truth.revision
-        found = await self._foresee(done.diff.catalog, without)
+        found = await self._foresee(done.diff.catalog, without, allow_outage)
         made = [*steps(found, _facts(done), _ways(done)), *_kept(done)]
         text = _title(revision, done, without, made)
         lines = _lines(made)
         if not found.whole:
             lines.append("This is not the end of it: it goes on for too many steps to follow.")
         if new is not None:
-            lines.append(f"Nothing was done. Apply it with: llmgw apply {path} --check-revision {revision}")
+            outage = allow_outage or any(decision.way is Way.OUTAGE for decision in done.decisions)
+            options = " --allow-removals" * allow_removals + " --allow-outage" * outage
+            lines.append(f"Nothing was done. Apply it with: llmgw apply {path} --check-revision {revision}{options}")
         return {
             "text": text,
             "lines": lines,
@@ -71,13 +77,13 @@ class Plans:
             "kept": [model.name for model in done.diff.kept],
         }
 
-    async def _foresee(self, catalog: Catalog, without: Sequence[str]) -> Forecast:
+    async def _foresee(self, catalog: Catalog, without: Sequence[str], outage: bool) -> Forecast:
         """Again after nodes have been asked for weights, as long as that brings news."""
         asked: set[tuple[str, str, str]] = set()
         for _ in range(SEARCHES):
             world = _copy(self._controller.world())
             pool = self._reactor.getThreadPool()
-            found: Forecast = await deferToThreadPool(self._reactor, pool, forecast, world, catalog, tuple(without))
+            found: Forecast = await deferToThreadPool(self._reactor, pool, forecast, world, catalog, tuple(without), outage)
             fresh = searching(found) - asked
             if not fresh:
                 break

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import ssl
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +24,7 @@ from llmgw.config.machine import Machine
 from llmgw.config.server import read_server
 from llmgw.config.settings import Address, AdminSettings, FleetSettings, RouterSettings, ServerSettings, TlsFiles
 from llmgw.errors import Invalid, LlmgwError
-from llmgw.testing.certificates import Fleet
+from llmgw.testing.certificates import SERVER, Fleet
 from llmgw.testing.links import MemoryNetwork
 from llmgw.wire.identity import PeerCertificate
 from llmgw.wire.tls import LinkTls, TlsIdentity
@@ -313,3 +317,27 @@ def test_what_is_typed_wins_over_the_environment(tmp_path, monkeypatch, capsys):
     assert run(["status"]) == 2
     assert run(["--socket", str(tmp_path / "absent.sock"), "status"]) == 3
     assert "absent.sock" in capsys.readouterr().err
+
+
+def test_a_certificate_that_is_no_servers_is_not_talked_to(tmp_path, capsys):
+    """Of the authority, for the address, and made for servers, but of another role: nothing is asked of it."""
+    fleet = Fleet()
+    files = fleet.write(tmp_path, "n1", fleet.leaf([fleet.uri("node", "n1")], [SERVER], ["127.0.0.1"]))
+    fleet.write(tmp_path, "alice", pki.issue(fleet.authority, pki.OPERATOR, "alice", fleet.now))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.certificate, files.key)
+    heard = []
+
+    def serve(listening):
+        with contextlib.suppress(OSError), context.wrap_socket(listening.accept()[0], server_side=True) as peer:
+            heard.append(peer.recv(100))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert run(["--server", address, "--cert", str(tmp_path / "alice.pem"), "status"]) == 3
+        thread.join(10)
+    uri = fleet.uri("node", "n1")
+    assert f"is not the server it should be: its certificate names {uri}, no server of a fleet" in capsys.readouterr().err
+    assert b"".join(heard) == b""

@@ -124,12 +124,12 @@ class Admin(Service):
 
     log = Logger()
 
-    def __init__(self, path: Path, server: Server, reactor: Any) -> None:
+    def __init__(self, path: Path, server: Server, reactor: Any, routes: Mapping[tuple[str, str], Handler]) -> None:
         self.setName("admin")
         self._path = path
         self._server = server
         self._reactor = reactor
-        self._site = QuietSite("admin", Api(server, Handlers(server, reactor).routes()), reactor)
+        self._site = QuietSite("admin", Api(server, routes), reactor)
         self._port: IListeningPort | None = None
 
     def startService(self) -> None:
@@ -202,12 +202,13 @@ class AdminServices(MultiService):
 
     def __init__(self, settings: ServerSettings, server: Server, reactor: Any) -> None:
         super().__init__()
-        Admin(settings.socket, server, reactor).setServiceParent(self)
+        routes = Handlers(server, reactor, lambda: self.remote.refusals() if self.remote else ()).routes()
+        Admin(settings.socket, server, reactor, routes).setServiceParent(self)
         if settings.router.metrics is not None:
             MetricsPort(settings.router.metrics, server, reactor).setServiceParent(self)
         self.remote: AdminPort | None = None
         if settings.admin is not None:
-            api = Api(server, Handlers(server, reactor).routes(), caller)
+            api = Api(server, routes, caller)
             self.remote = AdminPort(settings, QuietSite("admin-remote", api, reactor), reactor, server.cannot_start)
             self.remote.setServiceParent(self)
 

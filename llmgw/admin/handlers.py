@@ -5,7 +5,7 @@ An answer meant for people has C{text} or C{lines}; everything else in it is for
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.units import show_duration
 from llmgw.planning.explanation import heading
 from llmgw.planning.reconcile import explain
+from llmgw.server.imembers import Refusal
 from llmgw.server.operations import Conflict, Unknown
 from llmgw.server.rollouts import ACTIONS, Rollouts
 from llmgw.server.service import Server
@@ -35,11 +36,15 @@ _SUMS = ("requests", "failures", "prompt_tokens", "completion_tokens", "cached_t
 
 
 class Handlers:
-    """All routes."""
+    """All routes.
 
-    def __init__(self, server: Server, reactor: Any) -> None:
+    @param refused: operators that were turned away, as the admin port remembers them.
+    """
+
+    def __init__(self, server: Server, reactor: Any, refused: Callable[[], Sequence[Refusal]] = tuple) -> None:
         self._server = server
         self._reactor = reactor
+        self._refused = refused
 
     def routes(self) -> dict[tuple[str, str], Handler]:
         """By method and path."""
@@ -271,9 +276,10 @@ class Handlers:
         return {"usage": [{name: value for name, value in asdict(row).items() if name in by or name in _SUMS} for row in rows]}
 
     async def refusals(self, fields: Fields) -> Data:
-        """Agents that were turned away."""
+        """Agents and operators that were turned away."""
         port = self._server.port
-        return {"refusals": [asdict(refusal) for refusal in (port.refusals() if port else [])]}
+        found = [*(port.refusals() if port else ()), *self._refused()]
+        return {"refusals": [asdict(refusal) for refusal in sorted(found, key=lambda refusal: refusal.at)]}
 
 
 def _each(model: Data) -> list[str]:

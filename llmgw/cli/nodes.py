@@ -49,7 +49,7 @@ def remove_command(session: Session, name: str, force: bool) -> None:
 @json_option
 @pass_session
 def refusals_command(session: Session) -> None:
-    """The last agents that were turned away, and why."""
+    """The last agents and operators that were turned away, and why."""
     from llmgw.cli.render import instant, table
 
     answer = session.client.get("/v1/refusals")

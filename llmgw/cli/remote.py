@@ -91,7 +91,7 @@ class Remote:
         """See L{llmgw.cli.client.Dial}."""
         ours = self._credentials.certificate
         if isinstance(error, ssl.SSLCertVerificationError):
-            return f"{self.place} is not the server it should be: {getattr(error, 'verify_message', '') or error}"
+            return f"{self.place} is not the server it should be: {getattr(error, 'verify_message', '') or error.args[0]}"
         if isinstance(error, ssl.SSLError):
             reason = error.reason or str(error)
             for part, text in _ALERTS.items():

@@ -83,6 +83,8 @@ def test_others_are_turned_away_with_the_reason_on_both_sides(remote, tmp_path):
     assert "it does not take pki/cp1.pem: an operator's certificate is needed (llmgw pki operator)" in said
     for words in (["init", "other"], ["operator", "other", "eve"]):
         assert remote.command("pki", *words).returncode == 0
+    elsewhere = remote.command("--server", f"localhost:{remote.admin}", "--cert", "pki/alice.pem", "status").stderr
+    assert "is not the server it should be: Hostname mismatch, certificate is not valid for 'localhost'" in elsewhere
     server = ("--server", f"127.0.0.1:{remote.admin}", "--cert", "other/eve.pem")
     assert "is not the server it should be: " in remote.command(*server, "status").stderr
     done = remote.command(*server, "--ca", "pki/ca.pem", "status")
@@ -90,7 +92,9 @@ def test_others_are_turned_away_with_the_reason_on_both_sides(remote, tmp_path):
     assert "it failed with an internal error: is this its admin.listen, or its fleet.listen?" in ask(
         remote, "status", port=remote.fleet, code=3
     )
-    log = until(lambda: (text := remote.log("server")).count("admin: refused 127.0.0.1:") == 4 and text, "four refusals")
+    listed = json.loads(remote.llmgw("refusals", "--json"))["refusals"]
+    assert [row["reason"] for row in listed][:2] == ["wrong_role", "tls"] and "certificate n1 (serial" in listed[0]["text"]
+    log = until(lambda: (text := remote.log("server")).count("admin: refused 127.0.0.1:") == 5 and text, "five refusals")
     for part in ("wrong_role: certificate n1 (serial", "is not for this side of a link", "which is not our authority"):
         assert part in log
 

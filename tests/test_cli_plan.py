@@ -278,3 +278,18 @@ async def test_a_plan_without_a_node_and_a_revision_that_has_moved(rig_of):
     await rig.post("/v1/apply", text=text, path="/x/m.yaml", check_revision=found["catalog"])
     late = await refused(rig.post("/v1/apply", text=text, path="/x/m.yaml", check_revision=found["catalog"]))
     assert (late.status, late.code) == (409, "moved")
+
+
+@pytest_twisted.ensureDeferred
+async def test_damaged_weights_are_looked_at_again_and_an_agent_that_cannot_look_is_believed(rig_of, monkeypatch):
+    """Somebody may have fetched the file again; and an older agent's silence is no reason to refuse a node."""
+    rig = await rig_of(vllm_model(devices=1, device_memory=10 * GIB))
+    monkeypatch.setattr(type(rig.server.controller.weights), "AGAIN", 0.0)
+    files = {"a": evolve(FILES, problem="cut short")}
+    asked = with_files(rig, **files)
+    link(rig, "a")
+    await rig.until(lambda: len(asked) > 1, "asked again")
+    said = await rig.get("/v1/explain", model="llm")
+    assert "cut short" in str(said["lines"])
+    rig.server.port.ask = lambda node, message, timeout: succeed(Done(message.operation, False, "failed", {"text": "cannot"}))
+    await rig.until(lambda: "llm/1/0" in rig.server.controller.truth.shards, "placed")

@@ -155,3 +155,14 @@ def test_what_was_seen_corrects_what_was_reckoned(profile, files, takes):
     told = evolve(record, generation=said.generation("m"))
     now = evolve(fleet(said, files, records=(told,)), catalog=Catalog((Model("m", profile=said),)))
     assert want(Draft(now), now.catalog.models[0], 2).needs.memory == 3 * GIB, "the profile's own word stands"
+
+
+def test_weights_that_an_engine_would_refuse_are_no_weights():
+    """A cut file on the only node: refused there with what is wrong, before anything starts; a whole copy elsewhere counts."""
+    broken = evolve(LLAMA, bytes=None, problem="a.safetensors has 10 bytes and should have 20: fetch the file again")
+    now = fleet(Profile("vllm", "llama", context=4096), broken)
+    found = explain(now, reconcile(now), "m")
+    assert found.line() == "0/1 nodes can run this: 1 with unusable weights"
+    assert "should have 20" in found.lines()[0]
+    now = evolve(now, weights={("a", "llama"): broken, ("b", "llama"): LLAMA})
+    assert now.weights_of("llama") == LLAMA

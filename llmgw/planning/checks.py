@@ -110,7 +110,7 @@ def _weights(room: NodeRoom, want: Want) -> Check | None:
     if found is None:
         return Check("weights", SEARCHING)
     if found.found:
-        return None
+        return Check("weights", "with unusable weights", detail=found.problem) if found.problem else None
     looked = ", ".join(found.looked)
     return Check("weights", "without the weights", detail=found.problem or f"{weights} is not at {looked}" * bool(looked))
 

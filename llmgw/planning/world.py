@@ -94,9 +94,9 @@ class World:
         return told.epoch == self.epoch or (told.epoch < self.epoch and placed <= self.began)
 
     def weights_of(self, weights: str | None) -> WeightFiles | None:
-        """What is known of these weights from whichever node has them."""
-        found = (files for (_, name), files in self.weights.items() if name == weights and files.found)
-        return next(found, None)
+        """What is known of these weights from whichever node has them, rather from one on which they are whole."""
+        found = [files for (_, name), files in self.weights.items() if name == weights and files.found]
+        return next((files for files in found if not files.problem), next(iter(found), None))
 
 
 class Draft:

@@ -85,7 +85,8 @@ class Estimates:
         if profile.weights is None:
             return None, None
         weights, known = profile.weights, self._controller.weights.found
-        if not (found := self._inspection.known(weights, nodes)):
+        found = self._inspection.known(weights, nodes)
+        if found is None or found[1].problem:
             await self._inspection.look((node, weights, profile.engine) for node in nodes)
             found = self._inspection.known(weights, nodes)
         if found:

@@ -34,6 +34,7 @@ class Inspection:
             await self._controller.weights.ask(port, node, weights, engine, leadership.epoch, leadership.leader)
 
     def known(self, weights: str, nodes: Sequence[str]) -> tuple[str, WeightFiles] | None:
-        """The first of these nodes that has the weights, and what was found there."""
-        found = ((node, self._controller.weights.found.get((node, weights))) for node in nodes)
-        return next(((node, files) for node, files in found if files is not None and files.found), None)
+        """The first of these nodes that has the weights whole, else in any state, and what was found there."""
+        known = ((node, self._controller.weights.found.get((node, weights))) for node in nodes)
+        found = [(node, files) for node, files in known if files is not None and files.found]
+        return next((one for one in found if not one[1].problem), next(iter(found), None))

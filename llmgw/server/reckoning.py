@@ -19,6 +19,8 @@ from llmgw.fleet.shard import WeightFiles
 from llmgw.interfaces import IEngineAdapter, Needs
 from llmgw.wire.messages import Done, Inspect
 
+log = Logger()
+
 
 class Reckoner:
     """L{Needs} of a profile. An installation's name is its adapter's unless a node says otherwise."""
@@ -57,7 +59,7 @@ class Asker(Protocol):
 class Weights:
     """What nodes have, by C{(node, weights)}. Asked only when placement wants to know, a few nodes at a time.
 
-    Missing weights are looked for again after a while: somebody may have copied them there.
+    Weights that are missing or damaged are looked for again after a while: somebody may have copied them there.
     """
 
     log = Logger()
@@ -122,16 +124,21 @@ class Weights:
         self._missing.pop((node, weights), None)
         if files is not None:
             self.found[node, weights] = files
-        if files is None or not files.found:
+        if files is None or not files.found or files.problem:
             self._missing[node, weights] = self._steady()
         self._news()
 
 
 def _files(done: Done, weights: str) -> WeightFiles:
-    """What the agent found. One that cannot look is believed to have them: it will say so when it is to start."""
+    """What the agent found.
+
+    One that cannot look, or whose answer nobody understands, is believed to have them: it will say so when it is to start.
+    """
     if not done.ok:
-        return WeightFiles(weights, found=True, problem=f"not looked at: {done.error}")
+        log.info("{weights} were not looked at: {error}", weights=weights, error=str(done.result.get("text") or done.error))
+        return WeightFiles(weights, found=True)
     try:
         return from_plain(done.result.get("files", done.result), WeightFiles)
     except ValueError as error:
-        return WeightFiles(weights, found=True, problem=f"the answer was not understood: {error}")
+        log.error("what was found of {weights} was not understood: {error}", weights=weights, error=str(error))
+        return WeightFiles(weights, found=True)

@@ -117,7 +117,9 @@ def test_the_hugging_face_cache(tmp_path):
     for name in ("hf:org/name", "hf:org/name@main", "hf:org/name@abc123"):
         found = finder.inspect(name)
         assert (found.config, found.revision) == ({"a": 1}, "abc123")
-    assert not finder.inspect("hf:org/name@other").found
+    other = finder.inspect("hf:org/name@other")
+    assert not other.found and other.problem.endswith("has no whole revision other; it has: main, abc123")
+    assert finder.inspect("hf:org/absent").problem == ""
 
 
 def test_a_changed_file_is_read_again(tmp_path):
@@ -227,8 +229,11 @@ def test_a_split_gguf_model_is_all_its_parts(tmp_path):
     for name in ("m", "m/m-00001-of-00002.gguf"):
         found = WeightFinder([tmp_path]).inspect(name)
         assert (found.bytes, found.path) == (2 * each, str(folder / "m-00001-of-00002.gguf")), found.problem
+    finder = WeightFinder([tmp_path])
+    assert not finder.inspect("m/m-00001-of-00002.gguf").problem
     (folder / "m-00002-of-00002.gguf").unlink()
-    assert "1 of 2 parts are missing, the first is m-00002-of-00002.gguf" in WeightFinder([tmp_path]).inspect("m").problem
+    for name in ("m", "m/m-00001-of-00002.gguf"):
+        assert "1 of 2 parts are missing, the first is m-00002-of-00002.gguf" in finder.inspect(name).problem
 
 
 def test_a_folder_of_several_gguf_models_wants_one_named(tmp_path):

@@ -383,6 +383,16 @@ def test_slots_and_formats_of_llama_cpps_cache(arguments, factor):
     assert on_devices(0, **arguments).host.cache == int(4 * TOKEN * factor * 1024)
 
 
+def test_a_context_that_llamacpp_chooses_itself():
+    """On devices of its own it needs 4096 tokens and takes what there is; on the host, shared or told not to: the model's."""
+    for given, tokens in (({}, 4096), ({"fit": "off"}, 8192)):
+        found = on_devices(1, context=None, **given)
+        assert (found.context, found.ranks[0].cache, found.elastic) == (tokens, 4 * TOKEN * tokens, tokens == 4096)
+    assert on_devices(0, context=None).host.cache == 4 * TOKEN * 8192
+    shared = Profile("llamacpp", "m", resources=Resources(devices=1, share=True))
+    assert llamacpp.estimate(shared, gguf_files()).context == 8192
+
+
 def test_windows_in_a_gguf_file():
     """Gemma 3's five of six by its architecture: a window and a batch of 512 tokens; all of it with swa-full."""
     header = {key.replace("llama.", "gemma3."): value for key, value in GGUF.items()}

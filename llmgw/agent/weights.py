@@ -55,11 +55,24 @@ class WeightFinder:
                     why = f"{path} leads out of the model root {root}"
                     return WeightFiles(weights, found=False, looked=tuple(looked), problem=why)
                 return self._look(weights, path, tuple(looked))
-        return WeightFiles(weights, found=False, looked=tuple(looked))
+        return WeightFiles(weights, found=False, looked=tuple(looked), problem=self._other_revisions(weights))
+
+    def _other_revisions(self, weights: str) -> str:
+        """What is in the cache instead of the revision that is not; empty for other weights, or where nothing is."""
+        found = HF.match(weights)
+        repo = self._repository(found) if found else None
+        if found is None or repo is None or not repo.is_dir():
+            return ""
+        refs, snapshots = (sorted(one.name for one in repo.glob(f"{where}/*")) for where in ("refs", "snapshots"))
+        there = ", ".join([*refs, *snapshots][:8]) or "none"
+        return f"{repo} has no whole revision {found['revision'] or 'main'}; it has: {there}"
+
+    def _repository(self, found: re.Match[str]) -> Path:
+        return self._hub / f"models--{found['org']}--{found['name']}"
 
     def _candidates(self, weights: str) -> Iterator[tuple[Path | None, Path]]:
         if found := HF.match(weights):
-            repo = self._hub / f"models--{found['org']}--{found['name']}"
+            repo = self._repository(found)
             revision = found["revision"] or "main"
             reference = repo / "refs" / revision
             snapshot = reference.read_text().strip() if reference.is_file() else revision
@@ -71,7 +84,7 @@ class WeightFinder:
 
     def _look(self, weights: str, path: Path, looked: tuple[str, ...]) -> WeightFiles:
         try:
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            files = sorted(path.iterdir()) if path.is_dir() else _beside(path)
             stamp = tuple((str(file), (s := file.stat()).st_size, s.st_mtime_ns) for file in files)
             if (known := self._known.get(str(path))) and known[0] == stamp:
                 return evolve(known[1], weights=weights, looked=looked)
@@ -83,6 +96,11 @@ class WeightFinder:
         while len(self._known) > KEEP:
             del self._known[next(iter(self._known))]
         return evolve(found, weights=weights, looked=looked)
+
+
+def _beside(path: Path) -> list[Path]:
+    """The files that C{path} is read with: itself, and what may be other parts of it."""
+    return sorted(path.parent.glob("*-of-*.gguf")) if SPLIT.match(path.name) else [path]
 
 
 def read_file(path: Path) -> WeightFiles:

@@ -165,7 +165,7 @@ class LlamaCpp:
             memory=found.need if resources.device_memory is None else resources.device_memory,
             host_memory=(host or 0) if resources.host_memory is None else resources.host_memory,
             context=found.context,
-            fixed=resources.device_memory is None,
+            fixed=resources.device_memory is None and not found.elastic,
         )
 
     def estimate(self, profile: Profile, files: WeightFiles | None) -> Estimate:

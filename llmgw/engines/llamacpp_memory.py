@@ -3,7 +3,8 @@
 A layer goes with its weights and its part of the cache to a device or stays on the host: with C{n-gpu-layers} N the output and
 the last N - 1 layers go (N counts the output), the input embedding never does. Layers are dealt to devices evenly. The cache
 is allocated whole at the start: every slot's whole context, or for layers with a window C{window + ubatch} tokens a slot
-(C{llama_kv_cache_iswa}). Unlike vLLM it takes no more when there is more.
+(C{llama_kv_cache_iswa}). Unlike vLLM it takes no more when there is more, except without C{context}: then it lowers the model's
+own until the devices hold it, but not below 4096 tokens (C{--fit}).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ OVERHEAD = 256 * 2**20
 # A device's own: CUDA's context and library beside the compute buffers.
 DEVICE_OVERHEAD = 512 * 2**20
 UBATCH, PADDING = 512, 256
+FIT_LEAST = 4096
 # Bytes of one number by ggml's block formats.
 WIDTHS = {
     "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32, "q4_0": 18 / 32,
@@ -70,7 +72,9 @@ class _Split:
 
 def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     """Rank by rank is device by device here; what stays on the host is the host's."""
-    context, layers, devices = profile.context or shape(files).context, layers_of(files), device_count(profile)
+    layers, devices, fits = layers_of(files), device_count(profile), _fits_itself(profile)
+    context = profile.context or shape(files).context
+    context = min(context, FIT_LEAST) if fits and context else context
     sequences = 1 if unified(profile) else slots(profile)
     weights = _split(files)
     count = len(layers) if layers is not None else len(weights.layers) if weights else 0
@@ -91,7 +95,13 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
         fullest = [[layers[i] for i in ids if i < count] for ids in dealt or [range(count)]]
         more = (bytes_of(ids, context + PADDING, pages) - bytes_of(ids, context, pages) for ids in fullest)
         token = max(more) * sequences // PADDING
-    return Estimate(ranks, kept, context, sequences, token, unknown=unknown(files, layers, context))
+    return Estimate(ranks, kept, context, sequences, token, elastic=fits, unknown=unknown(files, layers, context))
+
+
+def _fits_itself(profile: Profile) -> bool:
+    """Whether it chooses its context by what the devices have free; on shared ones it would take what others were promised."""
+    chosen = profile.context is None and profile.arguments.get("fit", "on") not in ("off", False)
+    return chosen and device_count(profile) > 0 and not profile.resources.share
 
 
 def _deal(ids: range, devices: int) -> list[range]:

@@ -12,7 +12,7 @@ from llmgw.config.server import ServerSettings
 from llmgw.fleet.model import Catalog
 from llmgw.fleet.shard import replica_of
 from llmgw.server.follower import Follower
-from llmgw.server.peers import STOPPED, Peers
+from llmgw.server.peers import LEADER, STANDBY, STOPPED, Peers
 from llmgw.server.sharedrouters import SharedRouters
 from llmgw.server.standby import Standby
 from llmgw.server.succession import Succession
@@ -79,7 +79,7 @@ class Company:
         return ServerRecord(
             name=here.name,
             holder=here.store.holder,
-            role="leader" if succession.leading else "standby",
+            role=LEADER if succession.leading else STANDBY,
             since=succession.term.since,
             address=str(settings.fleet.advertise) if settings.fleet else "",
             admin=str(settings.admin.advertise) if settings.admin else "",
@@ -122,7 +122,7 @@ class Company:
         """All servers of the store for C{status}, this one first."""
         if self._succession is None:
             return []
-        silent = self.peers.silent()
+        silent = self.peers.silent(self._here.leadership.leader)
         own = _shown(self.record(), None)
         return [own, *(_shown(record, silent.get(record.name)) for record in self.peers.all())]
 

@@ -24,7 +24,7 @@ from llmgw.store.servers import Meeting, ServerRecord, forget, meet, tell
 from llmgw.store.sql import SqlStore
 
 FORGOTTEN_AFTER = 3600.0
-STOPPED = "stopped"
+LEADER, STANDBY, STOPPED = "leader", "standby", "stopped"
 
 
 @frozen
@@ -125,6 +125,8 @@ class Peers:
             return
         if self.problem:
             self.log.info("the store answers again")
+            # Nobody could be heard meanwhile, so nobody was silent.
+            self._all = {name: evolve(peer, since=self._steady()) for name, peer in self._all.items()}
         self.problem = ""
         self._take(own, met)
         self._met(met)
@@ -170,9 +172,16 @@ class Peers:
         """The other servers that are heard."""
         return [peer.record for _, peer in sorted(self._all.items()) if self._alive(peer)]
 
-    def silent(self) -> dict[str, float]:
-        """By name, for how long nothing has been heard of those that are not."""
-        return {name: self._steady() - peer.since for name, peer in self._all.items() if not self._alive(peer)}
+    def silent(self, leader: str) -> dict[str, float]:
+        """By name, for how long nothing has been heard of those that are not.
+
+        @param leader: the holder of the lease: another one whose last word is that it leads is dead or hangs.
+        """
+        return {
+            name: self._steady() - peer.since
+            for name, peer in self._all.items()
+            if not self._alive(peer) or (peer.record.role == LEADER and peer.record.holder != leader)
+        }
 
     def find(self, holder: str) -> ServerRecord | None:
         """The server whose process this is."""

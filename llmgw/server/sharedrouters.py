@@ -16,6 +16,7 @@ from twisted.internet.defer import CancelledError, Deferred, TimeoutError
 from twisted.logger import Logger
 from twisted.python.failure import Failure
 
+from llmgw.errors import LlmgwError
 from llmgw.interfaces import ILeadership
 from llmgw.router.table import Table, table_text
 from llmgw.server.peers import Peers
@@ -74,7 +75,16 @@ class SharedRouters:
         return Deferred.fromCoroutine(self._when_routing(version, timeout))
 
     async def _when_routing(self, version: int, timeout: float) -> None:
-        await self._workers.when_routing(version, timeout)
+        ours: LlmgwError | None = None
+        try:
+            await self._workers.when_routing(version, timeout)
+        except LlmgwError as error:
+            ours = error  # what is done about our own workers does not make the others' any faster
+        await self._when_shared(version, timeout)
+        if ours is not None:
+            raise ours
+
+    async def _when_shared(self, version: int, timeout: float) -> None:
         wait = _Wait(version, Deferred(), self.version if self.local >= version else None)
         self._waits.append(wait)
         wait.done.addTimeout(timeout, self._reactor)

@@ -123,3 +123,59 @@ def test_todays_tokens_are_told_at_the_start():
     again.on_today = lambda *words: told.append(words)
     again.start()
     assert len(told) == 1
+
+
+def on_disk(path, store):
+    made = UsageSpool(store, Clock(), lambda: 7200.5, path)
+    made.start()
+    return made
+
+
+def test_what_the_store_did_not_take_outlives_the_process_and_is_counted_once(tmp_path):
+    """The file is there only while it is needed, and keeps the id of a batch that may have been written."""
+    path, store = tmp_path / "usage.json", Store()
+    first = on_disk(path, store)
+    first.add([row(1)])
+    first.flush()
+    assert not path.exists()
+    store.failing = True
+    first.add([row(2)])
+    first.flush()
+    first.add([row(3)])
+    first.stop()
+    assert path.stat().st_mode & 0o777 == 0o600
+    store.failing, before = False, store.batches[-1][0]
+    second = on_disk(path, store)
+    second.flush()
+    assert store.batches[-1][0] == before
+    second.flush()
+    assert [sum(r.requests for r in rows) for _, rows in store.batches[-2:]] == [2, 3]
+    assert not path.exists()
+    second.stop()
+
+
+def test_a_batch_on_its_way_is_on_disk_under_its_id(tmp_path):
+    """A death between the store's yes and our hearing it counts nothing twice."""
+    path, store = tmp_path / "usage.json", Store()
+    store.failing = True
+    first = on_disk(path, store)
+    first.add([row(2)])
+    first.flush()
+    store.failing = False
+    first.add([row(3)])
+    first.flush()
+    store.hanging = Deferred()
+    first.flush()
+    third = on_disk(path, Store())
+    assert third._batch[0] == store.batches[-1][0] and not third._rows
+    first._loop.stop()
+    third._loop.stop()
+
+
+def test_a_spool_that_cannot_be_read_is_put_aside(tmp_path):
+    """It keeps no server from starting."""
+    path = tmp_path / "usage.json"
+    path.write_text("{")
+    made = on_disk(path, Store())
+    assert not path.exists() and (tmp_path / "usage.json.bad").exists()
+    made.stop()

@@ -88,7 +88,7 @@ class Server(Service):
             lambda: self.workers.table, self._cannot,
         )  # fmt: skip
         self.leadership.watch(self.succession.moved)
-        self.usage = UsageSpool(self.store, self._reactor, here.clocks.wall)
+        self.usage = UsageSpool(self.store, self._reactor, here.clocks.wall, settings.state / "usage.json")
 
     def _stand(self, here: Surroundings) -> Term:
         return Term(here, self.workers) if self.company is None else self.company.stand_by()

@@ -96,8 +96,10 @@ class Handlers:
         answer: Data = {"model": model["name"], "wanted": model["wanted"], "ready": model["ready"]}
         why = explain(controller.world(), controller.outcome, model["name"]) if controller.outcome else None
         if why is None:
+            note = controller.outcome.notes.get(model["name"], "") if controller.outcome else ""
             return answer | {
-                "text": f"{model['name']} wants {model['wanted']} and has {model['ready']} ready.",
+                "text": f"{model['name']} wants {model['wanted']} and has {model['ready']} ready."
+                + (f" {note}." if note else ""),
                 "lines": _each(model),
             }
         head = heading(why, model["wanted"], len(model["replicas"]))
@@ -286,10 +288,23 @@ def _each(model: Data) -> list[str]:
     """A line per replica that is not ready, and one where the model is kept from the catalog's profile."""
     shards = [shard for replica in model["replicas"] if replica["state"] != "ready" for shard in replica["shards"]]
     lines = [f"  {shard['id']}  {shard['node']}  {shard['state']}  {shard['reason']}".rstrip() for shard in shards]
+    if model.get("scaling"):
+        lines.append(_scaling(model["scaling"]))
     rollout = model.get("rollout") or {}
-    if rollout.get("state") in ("rolled_back", "undone", "paused"):
-        lines.append(f"  rollout {rollout['state'].replace('_', ' ')}: {rollout['reason']}".rstrip(": "))
+    if rollout.get("state") in ("rolled_back", "undone"):
+        lines.append(f"  {rollout['reason']}")
+    elif rollout.get("state") == "paused":
+        lines.append(f"  its rollout is paused: llmgw rollout {model['name']} --resume")
     return lines
+
+
+def _scaling(data: Data) -> str:
+    """Between which numbers a model may vary, its load, and why it has as many replicas as it has."""
+    known = data["in_flight"] is not None and data["waiting"] is not None
+    load = f"{data['in_flight']} in flight, {data['waiting']} waiting" if known else "load not known"
+    idle = f", unused for {show_duration(data['unused'])}" if known and data["unused"] and data["unused"] >= 1 else ""
+    line = f"  {data['min']} to {data['max']} replicas, {data['target']} requests each: {load}{idle}"
+    return line + (f"; {show_duration(data['changed'])} ago {data['why']}" if data["why"] else "")
 
 
 def _event(event: FleetEvent) -> Data:

@@ -79,8 +79,8 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
     if old:
         victim = worst_first(old)[0]
         _replace(work, model, target, good, old, Victim(victim, reasons[victim.number]))
-    elif len(good) > target:
-        for replica in surplus(model, good, target):
+    elif len(good) > target + (beside := _beside(draft, model, good)):
+        for replica in surplus(model, good, target + beside):
             leave(draft, replica, f"{model.name} wants {target}")
     else:
         _welcome(draft, good)
@@ -88,6 +88,12 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
             if not start(work, model):
                 break
     _remark(work, model, here)
+
+
+def _beside(draft: Draft, model: Model, good: list[Replica]) -> int:
+    """How many more than wanted may stay: a paused rollout keeps the successor that it had begun."""
+    rollout = draft.rollouts.get(model.name)
+    return int(rollout is not None and rollout.held and len({replica.generation for replica in good}) > 1)
 
 
 def _remark(work: Work, model: Model, here: list[Replica]) -> None:

@@ -97,6 +97,8 @@ def _ordered(action: str, record: RolloutRecord | None, name: str, now: float, o
     return orders[action]()
 
 
+# Their reason says what they are.
+_SAYING = (RolloutState.ROLLED_BACK, RolloutState.UNDONE)
 _DONE = {"pause": "paused", "resume": "resumed", "undo": "undone"}
 
 
@@ -140,7 +142,7 @@ def _standing(data: Data, model: Model) -> str:
         return f"running: {progress}{before}{failed}"
     if state == "paused":
         return f"paused, between profiles {data['back']} and {data['target']}{failed}; go on: llmgw rollout {model.name} --resume"
-    return f"{state.replace('_', ' ')}: {data['reason'] or progress}"
+    return data["reason"] if state in _SAYING else f"{state}: {data['reason'] or progress}"
 
 
 def _line(replica: Replica, data: Data) -> str:

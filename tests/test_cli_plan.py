@@ -114,7 +114,7 @@ def test_an_estimate_is_a_table_of_ranks_and_one_of_nodes(admin, capsys):  # noq
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "m with vllm (llama on n1), 8192 tokens:"
     assert re.split(r"\s{2,}", lines[2]) == ["0", "15.0 GiB", "1.0 GiB", "2.0 GiB", "18.0 GiB"]
-    assert "One more token of a request takes 128.0 KiB." in lines
+    assert "One more token of context takes 128.0 KiB." in lines
     assert "The engine takes at most 92% of a device's memory." in lines
     assert lines[-1].endswith("  11520 tokens           131072 tokens") and "gpu 0: 20.0 GiB of 80.0 GiB free" in lines[-1]
 

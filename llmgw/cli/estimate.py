@@ -83,7 +83,7 @@ def show(found: Answer) -> str:
     rows = [(name, *(size(row[part]) for part in ("weights", "cache", "overhead", "total"))) for name, row in ranks]
     lines = [_title(found), table(("RANK", "WEIGHTS", "KV CACHE", "OVERHEAD", "TOTAL"), rows)]
     if found["per_token"] is not None:
-        lines.append(f"One more token of a request takes {size(found['per_token'])}{_at_once(found)}.")
+        lines.append(f"One more token of context takes {size(found['per_token'])}{' on the fullest device' * (len(ranks) > 2)}.")
     if found["observed"] is not None:
         lines.append(f"Seen at work it took at most {size(found['observed'])} of a device, which counts instead.")
     elif found["seen"] is not None:

@@ -36,7 +36,8 @@ class Estimate:
     @ivar host: what one shard takes of host memory, None where nobody reckons it.
     @ivar context: tokens of one request, None unknown.
     @ivar sequences: how many such requests the cache was reckoned for.
-    @ivar per_token: bytes that one more token of one request takes on the fullest rank; on the host where there is none.
+    @ivar per_token: bytes that one more token of C{context}, for all C{sequences}, takes on the fullest rank; on the host where
+        there is none.
     @ivar share: the part of a device that the engine takes at most.
     @ivar elastic: it fills with cache whatever it is given, so that what it was seen to use says nothing of its need.
     @ivar unknown: what is not known, in words.

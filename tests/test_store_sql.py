@@ -9,10 +9,11 @@ import pytest_twisted
 from attrs import evolve
 from zope.interface.verify import verifyObject
 
+from llmgw.config.catalog import dump_catalog, load_catalog
 from llmgw.fleet.events import FleetEvent
-from llmgw.fleet.model import Profile
+from llmgw.fleet.model import Catalog, Lora, Model, Place, Profile
 from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts, NodeState
-from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.records import NodeRecord, RolloutRecord, RolloutState, ShardRecord
 from llmgw.fleet.shard import Allocation, ShardState, Wanted
 from llmgw.interfaces import ILeadership, IStore
 from llmgw.store import rows
@@ -197,6 +198,45 @@ async def test_a_record_that_cannot_be_read_is_left_out(url, stores):
     found = await store.load()
     assert [node.name for node in found.nodes] == ["n2"]
     assert found.shards == (SHARD,)
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_rollouts_profile_comes_back_equal_to_the_catalogs(url, stores):
+    """Or a restarted server would take it for another one, and try again what was rolled back."""
+    profile = Profile(
+        "vllm", context=2**20, arguments={"a": [1, 2.5, True, None, {"b": "c"}], "x": 3}, argv=("a", "b"), start_timeout=60.0,
+        place=Place({"pool": "a"}, spread=True), loras=(Lora("l", "hf:a/b"),),
+    )  # fmt: skip
+    profile = load_catalog(dump_catalog(Catalog((Model("org/a", profile=profile),)))).models[0].profile
+    record = RolloutRecord("org/a", RolloutState.ROLLED_BACK, profile, Profile("vllm"), 5.5, "why", True, ("org/a/1:2",), True)
+    store = stores(url)
+    epoch = await leading(store)
+    await store.commit(epoch, [record, evolve(record, model="b")])
+    assert (await store.load()).rollouts == (evolve(record, model="b"), record)
+    await store.commit(epoch, [Drop("rollout", "b")])
+    (found,) = (await store.load()).rollouts
+    assert found == record and found.in_force(Model("org/a", profile=profile)).profile == Profile("vllm")
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_store_of_before_rollouts_is_taken_over(url, stores):
+    """Schema 1 had no table for them; what it has stays."""
+    store = stores(url)
+    epoch = await leading(store)
+    await store.commit(epoch, [NODE])
+    old = rows.schema.meta.update().where(rows.schema.meta.c.key == "schema").values(value="1")
+
+    def older(connection):
+        connection.exec_driver_sql("DROP TABLE rollouts")
+        connection.execute(old)
+
+    await store.write("make it old", older)
+    await store.close()
+    store = stores(url)
+    epoch = await leading(store)
+    await store.commit(epoch, [RolloutRecord("m", RolloutState.RUNNING, Profile("vllm"))])
+    found = await store.load()
+    assert (found.nodes, len(found.rollouts)) == ((NODE,), 1)
 
 
 @pytest_twisted.ensureDeferred

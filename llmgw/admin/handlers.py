@@ -95,15 +95,12 @@ class Handlers:
             raise Unknown(f"the catalog has no model {name}; it has: {known}")
         answer: Data = {"model": model["name"], "wanted": model["wanted"], "ready": model["ready"]}
         why = explain(controller.world(), controller.outcome, model["name"]) if controller.outcome else None
+        note = controller.outcome.notes.get(model["name"], "") if controller.outcome else ""
+        lines = _each(model) + ([f"  {note}"] if note else [])
         if why is None:
-            note = controller.outcome.notes.get(model["name"], "") if controller.outcome else ""
-            return answer | {
-                "text": f"{model['name']} wants {model['wanted']} and has {model['ready']} ready."
-                + (f" {note}." if note else ""),
-                "lines": _each(model),
-            }
+            return answer | {"text": f"{model['name']} wants {model['wanted']} and has {model['ready']} ready.", "lines": lines}
         head = heading(why, model["wanted"], len(model["replicas"]))
-        return answer | {"text": head, "lines": _each(model) + why.lines(), "explanation": why.data()}
+        return answer | {"text": head, "lines": lines + why.lines(), "explanation": why.data()}
 
     async def apply(self, fields: Fields) -> Data:
         """A new catalog."""
@@ -285,16 +282,11 @@ class Handlers:
 
 
 def _each(model: Data) -> list[str]:
-    """A line per replica that is not ready, and one where the model is kept from the catalog's profile."""
+    """A line per replica that is not ready, and one on a number of replicas that may vary."""
     shards = [shard for replica in model["replicas"] if replica["state"] != "ready" for shard in replica["shards"]]
     lines = [f"  {shard['id']}  {shard['node']}  {shard['state']}  {shard['reason']}".rstrip() for shard in shards]
     if model.get("scaling"):
         lines.append(_scaling(model["scaling"]))
-    rollout = model.get("rollout") or {}
-    if rollout.get("state") in ("rolled_back", "undone"):
-        lines.append(f"  {rollout['reason']}")
-    elif rollout.get("state") == "paused":
-        lines.append(f"  its rollout is paused: llmgw rollout {model['name']} --resume")
     return lines
 
 

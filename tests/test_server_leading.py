@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import pytest_twisted
 from twisted.internet.defer import Deferred, DeferredList
 
 from llmgw.errors import LlmgwError
 from llmgw.fleet.model import Model, StaticEndpoint
+from llmgw.server.controller import Controller
 from llmgw.store.errors import StoreError
 from llmgw.testing.certificates import Fleet
 from llmgw.testing.simulate import model
@@ -152,6 +155,27 @@ async def test_a_leader_that_the_store_has_deposed_does_not_lead_on(make):
     await wait(lambda: two.server.role == "leader", "led again", one, two)
     assert two.server.leadership.epoch > epoch
     assert two.server.keys.list() == []
+
+
+@pytest.mark.slow
+@pytest_twisted.ensureDeferred
+async def test_f21_fifty_failovers_leave_no_leadership_behind(make):
+    """Half a minute: each takes a look of the lease's thread. The epoch grew by fifty, the fleet is as it was, memory is flat."""
+    one, two = await pair(make, model("m", 1))
+    one.link("a", 1)
+    await wait(lambda: one.row("m")["ready"], "ready", one, two)
+    for epoch in range(2, 52):
+        await one.server.store.write("let go", lambda connection: connection.exec_driver_sql("UPDATE lease SET released = 1"))
+        leads = lambda rig, epoch=epoch: rig.server.role == "leader" and rig.server.leadership.epoch == epoch  # noqa: E731
+        await wait(lambda leads=leads: leads(one) or leads(two), f"epoch {epoch} leads")
+        leader = next(rig for rig in (one, two) if leads(rig))
+        leader.agents = one.agents or two.agents
+        leader.link("a", 1)
+    await wait(lambda: leader.row("m")["ready"], "ready at the last", leader)
+    gc.collect()
+    assert sum(isinstance(each, Controller) for each in gc.get_objects()) <= 4
+    (record,) = leader.server.controller.truth.shards.values()
+    assert (record.attempt, record.state) == (1, "ready")
 
 
 @pytest_twisted.ensureDeferred

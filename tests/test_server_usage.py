@@ -172,6 +172,20 @@ def test_a_batch_on_its_way_is_on_disk_under_its_id(tmp_path):
     third._loop.stop()
 
 
+def test_a_stop_with_a_store_that_hangs_loses_nothing(tmp_path):
+    """Its answer comes too late for this process."""
+    path, store = tmp_path / "usage.json", Store()
+    made = on_disk(path, store)
+    made.add([row(2)])
+    store.hanging = Deferred()
+    made.flush()
+    made.add([row(3)])
+    made.stop()
+    again = on_disk(path, Store())
+    assert again._batch[0] == store.batches[0][0] and [one.requests for one in again._rows.values()] == [3]
+    again._loop.stop()
+
+
 def test_a_spool_that_cannot_be_read_is_put_aside(tmp_path):
     """It keeps no server from starting."""
     path = tmp_path / "usage.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from attrs import evolve
 
 from llmgw.fleet.model import Rollout
+from llmgw.fleet.node import Fabric
 from llmgw.testing.simulate import Fleet, model
 
 
@@ -69,8 +70,10 @@ def test_g4_a_failing_rollout_stops_rolls_back_and_says_why():
     assert "after 3 failed attempts" in rollout(fleet).reason and "it was doomed" in rollout(fleet).reason
     assert fleet.says("m: rolled back to profile", "llmgw rollout m --resume")
     assert "rolled back" in fleet.controller.outcome.notes["m"]
+    said = len(fleet.store.events)
     least(fleet, 1800)
     assert fleet.pids() == pids, "what is healthy is never touched after that, and nothing new is tried"
+    assert len(fleet.store.events) == said, "nor is anything said again"
 
 
 def test_g4_a_failure_in_mid_rollout_goes_back_one_at_a_time():
@@ -121,6 +124,36 @@ def test_a_rollback_survives_restarts_of_the_server_and_ends_with_the_next_apply
     fleet.apply([model("m", 2, version=3)])
     fleet.until(lambda: rollout(fleet).state == "done", "the third profile")
     fleet.until(lambda: generations(fleet) == {model("m", version=3).generation}, "and only that")
+
+
+def gang(fleet, version=1):
+    """A model whose one replica spans two nodes, served."""
+    for agent in fleet.agents.values():
+        agent.fabrics = (Fabric("rack"),)
+    fleet.lead([model("m", 1, devices=2, nodes=2, version=version)])
+    fleet.until(lambda: fleet.ready("m") == 1, "the gang serves")
+    fleet.run(1)
+    return fleet
+
+
+def test_f16_a_replica_over_two_nodes_is_rolled_out_whole():
+    """F16: both ranks of the successor are ready before both of the old one go."""
+    fleet = gang(Fleet({"a": 4, "b": 4}))
+    fleet.apply([model("m", 1, devices=2, nodes=2, version=2)])
+    assert least(fleet, 60) == 1
+    assert [engine.partition("@")[0] for engine in fleet.engines()] == ["m/2/0", "m/2/1"]
+    assert rollout(fleet).state == "done"
+
+
+def test_g4_ranks_that_fall_together_are_one_failure():
+    """G4 with a gang: three attempts of two ranks are three failures, and the old ranks keep their processes."""
+    fleet = gang(Fleet({"a": 4, "b": 4}))
+    pids = fleet.pids()
+    doom(fleet, model("m", devices=2, nodes=2, version=2).generation)
+    fleet.apply([model("m", 1, devices=2, nodes=2, version=2)])
+    fleet.until(lambda: rollout(fleet).state == "rolled_back", "rolled back")
+    assert [attempt.rpartition(":")[2] for attempt in rollout(fleet).failures] == ["1", "2", "3"]
+    assert least(fleet, 60) == 1 and fleet.pids() == pids
 
 
 def test_failures_are_counted_over_a_restart_of_the_server():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import signal
 import threading
 import time
 
@@ -192,6 +193,22 @@ def test_f16_a_real_model_is_rolled_out_and_a_bad_profile_of_it_rolled_back_unde
     assert "rolled back to profile" in fleet.llmgw("wait", "m", "--timeout", "50s", code=1)
     load.end()
     assert {shard["pid"] for shard in fleet.ready(count=2)} == good
+
+
+@pytest.mark.slow
+def test_f16_a_rollout_goes_on_after_kill_9_of_the_server_under_load(fleet):
+    """F16: killed while the first successor loads: no request fails, and the next server ends the rollout."""
+    start(fleet, fake_model("m", 2))
+    before = {shard["pid"] for shard in fleet.ready(count=2)}
+    load = Load(fleet, 2)
+    fleet.llmgw("apply", str(fleet.write_server(fake_model("m", 2, "--load-seconds", "2"))))
+    until(lambda: any(shard["state"] == "loading" for shard in fleet.shards()), "a successor loads")
+    fleet.end("server", signal.SIGKILL)
+    fleet.start_server()
+    fleet.llmgw("wait", "m", "--timeout", "50s")
+    changed(fleet, before)
+    load.end()
+    assert rollout(fleet)["state"] == "done"
 
 
 @pytest.mark.slow

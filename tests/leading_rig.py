@@ -54,7 +54,7 @@ class SharedRig(Rig):
 
     def __init__(self, folder: Path, name: str, url: str, authority: Fleet, *models: Model) -> None:
         folder.mkdir()
-        self._shared = (name, url, authority)
+        self.authority = authority
         super().__init__(folder, *models, fleet=False)
         address = Address("127.0.0.1", 0)
         tls = write_certificate(folder / "pki", authority, name)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
+import socket
+import ssl
 
 import pytest
 import pytest_twisted
 from twisted.internet.defer import Deferred, DeferredList
+from twisted.internet.threads import deferToThread
 
 from llmgw.errors import LlmgwError
 from llmgw.fleet.model import Model, StaticEndpoint
@@ -88,6 +92,30 @@ async def test_a_standby_answers_reads_and_sends_writes_to_the_leader(make):
     with pytest.raises(LlmgwError, match="not leader, ask cp1"):
         await two.get("/v1/logs", shard="m/1/0")
     assert one.server.keys.list() == []
+
+
+def first_line(port, files):
+    """What a server says to a node that says nothing."""
+    context = ssl.create_default_context(cafile=files.authority)
+    context.check_hostname = False
+    context.load_cert_chain(files.certificate, files.key)
+    context.set_alpn_protocols(["llmgw/1"])
+    with socket.create_connection(("127.0.0.1", port), 5) as plain, context.wrap_socket(plain) as link:
+        return json.loads(link.makefile("rb").readline())
+
+
+@pytest_twisted.ensureDeferred
+async def test_f22_a_standby_says_who_leads_and_where_before_it_reads_anything(make, tmp_path):
+    """The agent needs no second word, and no wait, to know where to go."""
+    one, two = await pair(make, model("m", 1))
+    files = one.authority.write(tmp_path, "n1", one.authority.node("n1"))
+    said = await deferToThread(first_line, two.server.port.port, files)
+    assert (said["type"], said["reason"], said["leader"], said["addresses"]) == (
+        "refused", "standby", "cp1", ["cp1.example:7443"],
+    )  # fmt: skip
+    assert (await deferToThread(first_line, one.server.port.port, files))["type"] == "welcome"
+    (refusal,) = (await two.get("/v1/refusals"))["refusals"]
+    assert (refusal["reason"], refusal["text"]) == ("standby", "cp2 stands by; cp1 leads")
 
 
 @pytest_twisted.ensureDeferred

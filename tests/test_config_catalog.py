@@ -101,7 +101,14 @@ def test_every_key_of_a_model():
 
 @pytest.mark.parametrize(
     ("text", "scale"),
-    [("2", Scale(2, 2)), ("0", Scale(0, 0)), ("{min: 2}", Scale(2, 2)), ("{max: 3}", Scale(1, 3)), ("{min: 0}", Scale(0, 1))],
+    [
+        ("2", Scale(2, 2)),
+        ("0", Scale(0, 0)),
+        ("{min: 2}", Scale(2, 2)),
+        ("{max: 3}", Scale(1, 3)),
+        ("{min: 0}", Scale(0, 1)),
+        ("{max: 3, target: 8, up_after: 30s, down_after: 1h}", Scale(1, 3, None, 8, 30.0, 3600.0)),
+    ],
 )
 def test_replica_counts(text, scale):
     """A number is fixed; zero is an order; what is left out follows from what is there."""
@@ -150,10 +157,13 @@ MODELS = {
     "{name: a}": "models.a: has neither a profile (llmgw runs it) nor endpoints (it runs elsewhere)",
     "{name: a, endpoints: []}": "models.a.endpoints: found a list, want a list of at least 1",
     "{name: a, profile: {engine: e}, replicas: -1}": "models.a.replicas: found -1, want a whole number from 0 to 10000 or "
-    "{min, max, idle_after}",
+    "{min, max, idle_after, target, up_after, down_after}",
     "{name: a, profile: {engine: e}, replicas: {min: 2, max: 1}}": "models.a.replicas.max: max is 1, min is 2: max may not be below min",
     "{name: a, profile: {engine: e}, replicas: {min: 2, max: 2, idle_after: 5m}}": "models.a.replicas.idle_after: has no effect where "
     "min is max",
+    "{name: a, profile: {engine: e}, replicas: {max: 1, target: 5}}": "models.a.replicas.target: has no effect where min is max",
+    "{name: a, profile: {engine: e}, replicas: {max: 2, target: 0}}": "models.a.replicas.target: found 0, want a whole number from 1 "
+    "to 100000",
     "{name: a, endpoints: [{url: 'http://h/v1'}], replicas: 2}": "models.a.replicas: replicas needs a profile: llmgw does not run what "
     "is behind endpoints",
     "{name: a, endpoints: [{url: 'http://h'}]}": "models.a.endpoints.0.url: found 'http://h', want an address that ends in /v1: "

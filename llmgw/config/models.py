@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from attrs import evolve
@@ -115,7 +116,7 @@ def _scale(item: Item, reading: Reading) -> Scale:
         try:
             count = integer(0, 10_000)(item, reading)
         except Wrong:
-            raise Wrong("a whole number from 0 to 10000 or {min, max, idle_after}") from None
+            raise Wrong("a whole number from 0 to 10000 or {min, max, idle_after, target, up_after, down_after}") from None
         return Scale(count, count)
     return _SCALE(item, reading)
 
@@ -123,12 +124,14 @@ def _scale(item: Item, reading: Reading) -> Scale:
 def _check_scale(item: Item, scale: Scale, reading: Reading) -> None:
     if scale.min > scale.max:
         reading.add(item.get("max"), f"max is {scale.max}, min is {scale.min}: max may not be below min", "range")
-    elif scale.idle_after is not None and scale.min == scale.max:
-        reading.add(item.get("idle_after"), "has no effect where min is max", "range")
+    elif scale.min == scale.max and isinstance(item.value, dict):
+        for key in ("idle_after", "target", "up_after", "down_after"):
+            if key in item.value:
+                reading.add(item.get(key), "has no effect where min is max", "range")
 
 
-def _make_scale(min: int = 1, max: int | None = None, idle_after: float | None = None) -> Scale:
-    return Scale(min, _or(max, 1 if min < 1 else min), idle_after)
+def _make_scale(min: int = 1, max: int | None = None, **more: Any) -> Scale:
+    return Scale(min, _or(max, 1 if min < 1 else min), **more)
 
 
 def _or(value: int | None, default: int) -> int:
@@ -148,7 +151,17 @@ def _check_profile(item: Item, profile: Profile, reading: Reading) -> None:
         reading.add(item.get("health"), f"found {profile.health!r}, want a path that starts with /", "health")
 
 
-_SCALE = section(_make_scale, (), _check_scale, min=integer(0, 10_000), max=integer(0, 10_000), idle_after=duration())
+_SCALE = section(
+    _make_scale,
+    (),
+    _check_scale,
+    min=integer(0, 10_000),
+    max=integer(0, 10_000),
+    idle_after=duration(),
+    target=integer(1, 100_000),
+    up_after=duration(),
+    down_after=duration(),
+)
 _RANKS = integer(1, 4096)
 _PROFILE = section(
     Profile,

@@ -104,11 +104,19 @@ class StaticEndpoint:
 
 @frozen
 class Scale:
-    """How many replicas: fixed when C{min == max}; C{idle_after} seconds without a request lead to C{min}."""
+    """How many replicas: fixed when C{min == max}; C{idle_after} seconds without a request lead to C{min}.
+
+    @ivar target: how many requests one replica should have, running and waiting; None: as many as its engine runs at once.
+    @ivar up_after: for how many seconds the load must ask for more before more are started, C{down_after} for fewer before
+        one leaves: starting late costs waiting, stopping early costs another start.
+    """
 
     min: int = 1
     max: int = 1
     idle_after: float | None = None
+    target: int | None = None
+    up_after: float = 10.0
+    down_after: float = 300.0
 
 
 @frozen

@@ -10,9 +10,10 @@ from attrs import evolve
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
-from llmgw.fleet.shard import ShardReport, ShardState
+from llmgw.fleet.shard import ShardReport, ShardState, replica_of
 from llmgw.fleet.units import show_duration
 from llmgw.planning.checks import Want
+from llmgw.planning.hints import freed
 from llmgw.planning.lifecycle import in_quarantine
 from llmgw.planning.peaks import peak_of
 from llmgw.planning.placement import Ledger, claim_of
@@ -26,14 +27,28 @@ _RESIDENT = (ShardState.LOADING, ShardState.READY, ShardState.DRAINING, ShardSta
 
 
 def ledger(draft: Draft, without: frozenset[str] = frozenset()) -> Ledger:
-    """What is free now; C{without} names shards whose room counts as free already."""
+    """What is free now; C{without} names shards whose room counts as free already, what their engines use included."""
     claims: dict[str, list[Claim]] = defaultdict(list)
+    gone: dict[str, list[Claim]] = defaultdict(list)
     for record in draft.shards.values():
-        if record.allocation and record.state not in _FREE and record.shard not in without:
-            claims[record.allocation.node].append(_claim(record))
+        if record.allocation and record.state not in _FREE:
+            (gone if record.shard in without else claims)[record.allocation.node].append(_claim(record))
     for node, told in draft.world.told.items():
         claims[node] += [_stray(report) for report in told.shards.values() if _is_stray(draft, node, report)]
-    return Ledger(_candidate(draft.world, node, claims[node.name]) for node in draft.nodes.values())
+    return Ledger(_candidate(draft.world, _vacated(node, gone[node.name]), claims[node.name]) for node in draft.nodes.values())
+
+
+def _vacated(node: NodeRecord, gone: list[Claim]) -> NodeRecord:
+    """The node as it will be when the holders of these claims have ended."""
+    if node.facts is None or not gone:
+        return node
+    inventory = node.facts.inventory
+    devices, available = inventory.devices, inventory.memory_available
+    for claim in (claim for claim in gone if claim.resident):
+        devices = tuple(freed(device, replica_of(claim.holder), [claim]) for device in devices)
+        if available is not None:
+            available = min(inventory.memory_total, available + claim.host_memory)
+    return evolve(node, facts=evolve(node.facts, inventory=evolve(inventory, devices=devices, memory_available=available)))
 
 
 def leaving(draft: Draft) -> frozenset[str]:

@@ -16,6 +16,7 @@ from llmgw.fleet.shard import ShardState, Wanted, replica_of
 from llmgw.planning.adopt import Orphan, adopt_matching, orphans
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import ledger
+from llmgw.planning.giveway import give_way
 from llmgw.planning.hints import smaller_context, with_hints
 from llmgw.planning.lifecycle import Holding, follow_nodes, follow_quarantine, next_step
 from llmgw.planning.observe import observe
@@ -37,6 +38,7 @@ class Outcome:
     @ivar rollouts: by model, how far its change is.
     @ivar wake: in how many seconds something is due by itself, None if nothing is.
     @ivar broken: parts of the plan that raised, each with its subject; the rest was done.
+    @ivar gave: by model, how many of its replicas make room for others, so that so many fewer are wanted.
     """
 
     nodes: Mapping[str, NodeRecord]
@@ -49,6 +51,7 @@ class Outcome:
     holding: Holding = Holding()
     wake: float | None = None
     broken: tuple[tuple[str, Exception], ...] = ()
+    gave: Mapping[str, int] = field(factory=dict)
 
 
 def reconcile(world: World) -> Outcome:
@@ -56,6 +59,8 @@ def reconcile(world: World) -> Outcome:
     draft = Draft(world)
     broken: list[tuple[str, Exception]] = []
     held = follow_nodes(draft)
+    for model_name, why in world.scaled.items():
+        draft.say("scaled", model_name, why)
     for record in world.shards.values():
         _guarded(broken, record.shard, observe, draft, record)
     _guarded(broken, "peaks", follow_peaks, draft)
@@ -70,6 +75,8 @@ def reconcile(world: World) -> Outcome:
         for model in draft.catalog.models:
             if model.profile is not None:
                 _guarded(broken, model.name, follow_model, work, model, replicas.get(model.name, []))
+        for name in list(work.pending):
+            _guarded(broken, name, give_way, work, name)
     else:
         work.notes.update(dict.fromkeys((model.name for model in world.catalog.models if model.profile), _SETTLING))
     return Outcome(
@@ -83,6 +90,7 @@ def reconcile(world: World) -> Outcome:
         held,
         _wake(draft),
         tuple(broken),
+        work.gave,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from attrs import frozen
 
@@ -105,19 +105,19 @@ def given_up(replica: Replica, nodes: Mapping[str, NodeRecord]) -> bool:
     return any(name not in nodes or nodes[name].state in _GONE for name in replica.nodes)
 
 
-def worst_first(replicas: Iterable[Replica]) -> list[Replica]:
-    """Those that are missed least first; of equals the newest."""
-    return sorted(replicas, key=lambda replica: (-_BEST.index(replica.state), -replica.number))
+def worst_first(replicas: Iterable[Replica], busy: Collection[str] = ()) -> list[Replica]:
+    """Those that are missed least first; of equals one that is not C{busy}, and then the newest."""
+    return sorted(replicas, key=lambda replica: (-_BEST.index(replica.state), replica.id in busy, -replica.number))
 
 
-def surplus(model: Model, replicas: list[Replica], count: int) -> list[Replica]:
+def surplus(model: Model, replicas: list[Replica], count: int, busy: Collection[str] = ()) -> list[Replica]:
     """Which of C{replicas} leave so that C{count} stay.
 
     Where one of them is back from a lost node, C{model.reconcile} says which copy stays; none that serves leaves before the
     one that stays instead of it serves, too.
     """
     extra = max(0, len(replicas) - count)
-    ordered = worst_first(replicas)
+    ordered = worst_first(replicas, busy)
     if not any(replica.given_up for replica in replicas) or model.reconcile == "keep_original":
         return ordered[:extra]
     oldest = model.reconcile == "longest_running"

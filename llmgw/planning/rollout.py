@@ -42,10 +42,12 @@ class Work:
     """What a plan gathers while it goes from model to model. C{room} is made when first needed: most plans place nothing.
 
     @ivar turns: the replicas whose ordered restart has its turn.
+    @ivar gave: by model, how many of its replicas have to make room for others.
     """
 
     draft: Draft
     pending: dict[str, Pending] = field(factory=dict)
+    gave: dict[str, int] = field(factory=dict)
     notes: dict[str, str] = field(factory=dict)
     turns: frozenset[str] = frozenset()
     _room: list[Ledger] = field(factory=list)
@@ -80,7 +82,7 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
         victim = worst_first(old)[0]
         _replace(work, model, target, good, old, Victim(victim, reasons[victim.number]))
     elif len(good) > target + (beside := _beside(draft, model, good)):
-        for replica in surplus(model, good, target + beside):
+        for replica in surplus(model, good, target + beside, draft.world.busy):
             leave(draft, replica, f"{model.name} wants {target}")
     else:
         _welcome(draft, good)

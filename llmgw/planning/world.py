@@ -60,6 +60,9 @@ class World:
     @ivar unrouted: replicas of which every router has said that it no longer routes to them.
     @ivar idle: those of them on which no request runs any more.
     @ivar demand: how many replicas the load asks for, by model; the catalog's bounds hold.
+    @ivar scaled: why the demand has changed since the last plan, a sentence by model.
+    @ivar unused: seconds since a request last ran on or waited for a model, where that is known.
+    @ivar busy: replicas on which requests run.
     @ivar jitter: a new factor around 1 at each call.
     """
 
@@ -84,6 +87,9 @@ class World:
     unrouted: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
     demand: Mapping[str, int] = field(factory=dict)
+    scaled: Mapping[str, str] = field(factory=dict)
+    unused: Mapping[str, float] = field(factory=dict)
+    busy: frozenset[str] = frozenset()
     last_ports: Mapping[str, int] = field(factory=dict)
     jitter: Callable[[], float] = lambda: 1.0
 

@@ -85,6 +85,7 @@ class Company:
             admin=str(settings.admin.advertise) if settings.admin else "",
             routed=self._routed(),
             in_flight=self.follower.in_flight({replica_of(shard) for shard in truth.shards}),
+            waiting={model.name: n for model in truth.catalog.models if (n := self._workers.waiting(model.name))},
             asked=tuple(self._asked),
             differs=self.differs(),
         )

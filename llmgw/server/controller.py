@@ -19,9 +19,10 @@ from twisted.python.failure import Failure
 from zope.interface import implementer
 
 from llmgw.fleet.events import FleetEvent
+from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
-from llmgw.fleet.records import NodeRecord
-from llmgw.fleet.shard import ShardState
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.fleet.timing import Timing
 from llmgw.interfaces import ILeadership, IStore
 from llmgw.planning.checks import SEARCHING
@@ -112,7 +113,7 @@ class Controller:
         self.weights = Weights(self.clocks.steady, self.touch)
         self.emission = Emission(leadership, self.clocks.steady)
         self.routing = Routing(routers, self.touch, self.clocks.steady)
-        self.demand = Demand(self.clocks.steady, routers.in_flight, self.touch)
+        self.demand = Demand(self.clocks.steady, routers, self._model, self._said_of, self.touch)
         self.outcome: Outcome | None = None
 
     # Leading.
@@ -205,6 +206,8 @@ class Controller:
         for event in events:
             if event.tail:
                 self.members.told_tail(event.node, event.subject)
+        self.demand.said(world.scaled)
+        self.demand.gave_way(outcome.gave)
         self.truth.nodes.update(outcome.nodes)
         self.outcome = outcome
         if not self._planning:
@@ -259,9 +262,20 @@ class Controller:
             unrouted=frozenset(replicas.unrouted),
             idle=replicas.idle(),
             demand=self.demand.wanted,
+            scaled=dict(self.demand.scaled),
+            unused=self.demand.unused(),
+            busy=self.demand.busy,
             last_ports=self._last_ports(),
             jitter=lambda: self._random.uniform(0.75, 1.25),
         )
+
+    def _model(self, name: str) -> Model | None:
+        return self.truth.catalog.get(name)
+
+    def _said_of(self, shard: ShardRecord) -> ShardReport | None:
+        """What a shard's node says of it, while it says anything."""
+        here = self.members.present.get(shard.allocation.node) if shard.allocation else None
+        return here.told.shards.get(shard.shard) if here is not None else None
 
     def _present(self, name: str) -> NodeRecord:
         here = self.members.present[name]

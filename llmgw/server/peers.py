@@ -192,6 +192,10 @@ class Peers:
         lately = [peer.record for peer in self._all.values() if self._steady() - peer.since < self._finishing]
         return sum(record.in_flight.get(endpoint, 0) for record in lately)
 
+    def waiting(self, model: str) -> int:
+        """How many requests wait for a model in the lines of the other servers that are heard."""
+        return sum(record.waiting.get(model, 0) for record in self.live())
+
     def behind(self, version: int) -> Iterator[str]:
         """The live servers whose routers do not all route by this version of the shared table yet."""
         return (record.name for record in self.live() if record.routed < version)

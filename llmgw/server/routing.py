@@ -45,6 +45,9 @@ class Routers(Protocol):
     def in_flight(self, endpoint_id: str) -> int:
         """How many requests run on an endpoint, over all workers."""
 
+    def waiting(self, model: str) -> int | None:
+        """How many requests wait for a model, over all workers; None while that is not known."""
+
     def reported(self, endpoint_id: str, requests: int | None) -> None:
         """How many requests an engine says it has, whoever sent them; None: it says nothing any more."""
 

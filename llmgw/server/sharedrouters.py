@@ -106,6 +106,11 @@ class SharedRouters:
         """Over all servers."""
         return self._workers.in_flight(endpoint_id) + self._peers.in_flight(endpoint_id)
 
+    def waiting(self, model: str) -> int | None:
+        """Over all servers; None while those that are there are not heard."""
+        own = self._workers.waiting(model)
+        return None if own is None or self._peers.problem else own + self._peers.waiting(model)
+
     def reported(self, endpoint_id: str, requests: int | None) -> None:
         """What an engine says goes to our own workers."""
         self._workers.reported(endpoint_id, requests)

@@ -146,6 +146,7 @@ class Status:
             "aliases": list(model.aliases),
             "wanted": want,
             "ready": ready,
+            "scaling": controller.demand.data(model),
             "reason": reason or self._worst(shown, ready, want),
             "generation": in_force(controller, model).generation,
             "rollout": rollout_data(controller, model, replicas) if model.profile else None,

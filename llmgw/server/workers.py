@@ -33,7 +33,7 @@ from llmgw.router.handover import collect, offers
 from llmgw.router.histogram import add_up
 from llmgw.router.limits import row_name
 from llmgw.router.prefixes import Prefixes
-from llmgw.router.scoreboard import Scoreboard, shared_file
+from llmgw.router.scoreboard import WAITING, Scoreboard, shared_file
 from llmgw.router.table import Table, read_table, write_table
 from llmgw.router.worker import GENERATION, TABLE, USAGE, read_generation
 from llmgw.server.workerprocess import Place
@@ -350,6 +350,12 @@ class RouterWorkers:
         """How many requests are under way at this endpoint, through all workers, old ones included."""
         row = self._board.row(f"endpoint/{endpoint}")
         return self._board.total(row) if row is not None else 0
+
+    def waiting(self, model: str) -> int | None:
+        """How many requests wait for this model, in all workers; None while not every worker is there, or none routes it yet."""
+        row = self._board.row(f"model/{model}")
+        known = row is not None and bool(self.places) and all(place.ready for place in self.places)
+        return self._board.total(row + WAITING) if known and row is not None else None
 
     def reported(self, endpoint: str, requests: int | None) -> None:
         """An engine says how many requests it has, ours and others', running and waiting; None: it says nothing any more."""

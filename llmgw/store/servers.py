@@ -29,6 +29,7 @@ class ServerRecord:
     @ivar address: where agents reach it; C{admin} where operators do, empty if only on its own machine.
     @ivar routed: the version of the shared table by which all its routers route, 0 for none.
     @ivar in_flight: requests that its routers have running, by endpoint, those it no longer routes to included.
+    @ivar waiting: requests in its routers' lines, by model.
     @ivar asked: models without an endpoint that clients have asked its routers for lately.
     @ivar differs: whether the models of its file are not the catalog in force.
     """
@@ -42,6 +43,7 @@ class ServerRecord:
     admin: str = ""
     routed: int = 0
     in_flight: Mapping[str, int] = field(factory=dict)
+    waiting: Mapping[str, int] = field(factory=dict)
     asked: tuple[str, ...] = ()
     differs: bool = False
 

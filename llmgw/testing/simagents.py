@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts
-from llmgw.fleet.shard import ShardExit, ShardOrder, ShardReport, ShardState, Wanted
+from llmgw.fleet.shard import EngineLoad, ShardExit, ShardOrder, ShardReport, ShardState, Wanted
 from llmgw.wire.messages import Done, Register, Report
 
 GIB = 2**30
@@ -60,6 +60,7 @@ class SimAgent:
     doomed: set[str] = field(factory=set)
     stopped: list[ShardOrder] = field(factory=list)
     say: Callable[[Any], None] = lambda message: None
+    running_requests: int | None = None
     _pids: int = 100
 
     def facts(self) -> NodeFacts:
@@ -96,6 +97,7 @@ class SimAgent:
                 reason=engine.reason,
                 exit=None if engine.live else ShardExit(code=1),
                 order=engine.order,
+                load=EngineLoad(self.running_requests, 0) if engine.state is ShardState.READY else EngineLoad(),
             )
             for shard, engine in sorted(self.engines.items())
         )

@@ -87,6 +87,7 @@ class SimRouters:
         self.table: Table | None = None
         self.routing: Table = Table()
         self.flying: Counter[str] = Counter()
+        self.queued: dict[str, int | None] = {}
         self.delay = 0.1
 
     def publish(self, table: Table) -> int:
@@ -109,6 +110,10 @@ class SimRouters:
     def in_flight(self, endpoint_id: str) -> int:
         """What runs there."""
         return self.flying[endpoint_id]
+
+    def waiting(self, model: str) -> int | None:
+        """What waits for it; C{None} in L{queued} for not known."""
+        return self.queued.get(model, 0)
 
     def reported(self, endpoint_id: str, requests: int | None) -> None:
         """Counts of others; nobody chooses by them here."""

@@ -1,0 +1,1 @@
+Models with `replicas: {min, max}` get more replicas when their load asks for it for `up_after` and fewer when it does not for `down_after`, with `target` requests per replica; `explain`, `status --json` and events say why.

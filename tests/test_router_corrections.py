@@ -18,6 +18,7 @@ from twisted.internet.threads import deferToThread
 
 from llmgw.config.server import Address, RouterSettings
 from llmgw.fleet.shard import EngineLoad, ShardReport, ShardState
+from llmgw.router.choose import Candidate, Group
 from llmgw.router.corrections import Corrections
 from llmgw.router.scoreboard import ELSEWHERE, Scoreboard
 from llmgw.router.table import RoutedModel, Table, endpoint
@@ -93,6 +94,21 @@ def test_what_an_earlier_server_believed_is_forgotten(board, row):
     assert board.own[row + ELSEWHERE] == 3
     corrections.route([other])
     assert not board.own[row + ELSEWHERE]
+
+
+def test_foreign_load_takes_no_places(board, row):
+    """An engine that others have filled is the last choice, not a full one: the bound is on what we send there."""
+    other = board.row("endpoint/b")
+    candidates = [Candidate("a", row, limit=2), Candidate("b", other, limit=2)]
+    group = Group(board, candidates, "least_inflight", lambda: 0.5)
+    board.own[row + ELSEWHERE] = 9
+    for wanted in ("b", "b", "a", "a"):
+        assert group.state(0.0) == "room"
+        found, _ = group.choose(0.0)
+        assert found.id == wanted
+        assert board.enter(found.row, found.limit)
+    assert group.state(0.0) == "full"
+    assert group.choose(0.0) == (None, "full")
 
 
 def script(talk):

@@ -137,7 +137,7 @@ class Group:
             elif candidate.breaker.blocked_until > now:
                 loads[index] = NEVER
                 why = "open" if why == "none" else why
-            elif 0 < candidate.limit <= loads[index]:
+            elif self._is_full(candidate, loads[index]):
                 loads[index] = NEVER
                 why = "full"
             else:
@@ -157,11 +157,15 @@ class Group:
         for candidate, load in zip(self.candidates, self._board.loads(self.rows), strict=True):
             if candidate.breaker.blocked_until > now:
                 why = "open" if why == "none" else why
-            elif 0 < candidate.limit <= load:
+            elif self._is_full(candidate, load):
                 why = "full"
             else:
                 return "room"
         return why
+
+    def _is_full(self, candidate: Candidate, load: int) -> bool:
+        """Load that others send straight to an engine takes none of our places there, or they could shut us out."""
+        return 0 < candidate.limit <= load and candidate.limit <= self._board.total(candidate.row)
 
     # Policies: (loads, held, blocks, session) -> (index, reason). A load of NEVER is not to be chosen.
 

@@ -150,6 +150,13 @@ class IMemoryEstimator(Interface):
         """What one replica takes. C{files} None means that nobody has looked at the weights yet."""
 
 
+class IServedNames(Interface):
+    """What an adapter provides beside L{IEngineAdapter} if its engine cannot serve under every name. Pure, too."""
+
+    def name_problems(served: Sequence[str]) -> list[Problem]:
+        """What is wrong with these names, of which the first is the model's own."""
+
+
 class IInventory(Interface):
     """What a node's hardware is. Implementations do their I/O in a child process with a deadline."""
 

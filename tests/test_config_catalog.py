@@ -120,7 +120,7 @@ PROFILES = {
     "{engine: command}": "argv is missing: engine `command` runs what it says",
     "{engine: e, argv: []}": "argv: found a list, want a list of at least 1",
     "{engine: command, argv: [a, {port}]}": 'argv.1: found a section, want text: put it in quotes: "{port}"',
-    "{engine: V}": "engine: found 'V', want an installation's name: llamacpp, vllm, vllm-next, command",
+    "{engine: V}": "engine: found 'V', want an installation's name: llamacpp, vllm, vllm-next, sglang, trtllm, command",
     "{engine: e, contxt: 1}": "contxt: unknown key, did you mean context?",
     "{engine: e, devices: 1}": "devices: unknown key, it belongs under resources",
     "{engine: e, context: 4k}": "context: found '4k', want a whole number from 1 to 2147483648",

@@ -211,7 +211,7 @@ fabrics: {r: {adress: 10.0.0.1}}
         "agent.yaml:11: engines.vllm.command: found 'vllm serve', want a program's name or path, "
         "or a list of words: [apptainer, exec, image.sif, vllm]",
         "agent.yaml:12: engines.Bad: found 'Bad' as a name, want an installation's name",
-        "agent.yaml:13: engines.x.adapter: found 5, want an adapter's name: vllm, llamacpp, command",
+        "agent.yaml:13: engines.x.adapter: found 5, want an adapter's name: vllm, sglang, trtllm, llamacpp, command",
         "agent.yaml:13: engines.x.comand: unknown key, did you mean command?",
         "agent.yaml:14: environment.A-B: found 'A-B' as a name, want a variable's name: letters, digits and _",
         "agent.yaml:14: environment.D: found a list, want text",

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import sys
-
 import pytest
 from attrs import evolve
 
 from llmgw.engines.vllm import memory_share, vllm
 from llmgw.engines.vllm_checks import RESERVED
-from llmgw.fleet.model import Parallel, Profile, Resources
+from llmgw.fleet.model import Lora, Parallel, Profile, Resources
 from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
-from llmgw.fleet.shard import Allocation, EngineLoad, ShardExit, WeightFiles
-from llmgw.interfaces import Flags, Phase
-from llmgw.testing.standin_vllm import human_readable_int_or_auto, option_rows, parser
-from tests.ports import free_port
-from tests.running_engine import RunningEngine, until
+from llmgw.fleet.shard import Allocation, WeightFiles
+from llmgw.interfaces import Flags
+from llmgw.testing.standin_vllm import contradictions, option_rows, parser
 
 GIB = 2**30
 
 
 VLLM = Installation("vllm", "vllm", ("vllm",), "0.33.0")
-
-
-STANDIN = Installation("vllm", "vllm", (sys.executable, "-m", "llmgw.testing.standin_vllm"), "0.33.0")
 
 
 LLAMA_8B = {
@@ -132,6 +121,50 @@ def test_argv_over_nodes_differs_by_rank_only():
     assert (head.environment["VLLM_HOST_IP"], other.environment["VLLM_HOST_IP"]) == ("10.9.0.1", "10.9.0.2")
     assert {(other.defaults | dict(other.environment))[f"{what}_SOCKET_IFNAME"] for what in ("NCCL", "GLOO", "TP")} == {"ib0"}
     parser().parse_args(other.argv[1:])
+
+
+@pytest.mark.parametrize("balance", ["internal", "hybrid"])
+def test_argv_of_data_parallel_ranks_over_nodes(balance):
+    """Two whole ranks on each of two nodes: the head serves for all, or each node for its own, with endpoints of their own."""
+    profile = Profile("vllm", "llama", parallel=Parallel(tensor=2, data=4, nodes=2, expert=True, balance=balance))
+    first = Allocation(
+        "n1", 0, 2, "10.0.0.1", ports=(20001, 20002, 20003), head="10.9.0.1", head_port=20002, peers=("10.9.0.1", "10.9.0.2")
+    )
+    other = launch(profile, evolve(first, node="n2", rank=1, address="10.0.0.2", ports=(21001, 21002, 21003)))
+    head = launch(profile, first)
+    shared = (
+        "--data-parallel-size", "4", "--data-parallel-size-local", "2", "--data-parallel-address", "10.9.0.1",
+        "--data-parallel-rpc-port", "20003",
+    )  # fmt: skip
+    hybrid = ("--data-parallel-hybrid-lb",) if balance == "hybrid" else ()
+    begins = {
+        "internal": ((), ("--data-parallel-start-rank", "2")),
+        "hybrid": (("--data-parallel-start-rank", "0"), ("--data-parallel-start-rank", "2")),
+    }[balance]
+    for made, begin, tail in ((head, begins[0], ()), (other, begins[1], () if hybrid else ("--headless",))):
+        at = made.argv.index("--data-parallel-size")
+        expected = (*shared, *hybrid, *begin, "--enable-expert-parallel", *tail)
+        assert made.argv[at : at + len(expected)] == expected
+        contradictions(parser().parse_args(made.argv[1:]))
+    assert not {"--nnodes", "--master-addr"} & set(head.argv)
+    assert (other.url, other.ready) == (("http://10.0.0.2:21001", "/health") if hybrid else ("", None))
+    assert vllm.needs(profile, FILES).devices == 4
+
+
+def test_loras_at_launch():
+    """By the paths that were found, as many at once as there are, and a rank that vLLM takes and that holds the largest."""
+    seen = tuple(
+        WeightFiles(name, True, f"/models/{name}", config={"peft_type": "LORA", "r": rank})
+        for name, rank in (("loras/a", 8), ("loras/b", 40))
+    )
+    profile = Profile("vllm", "llama", loras=(Lora("a", "loras/a"), Lora("b", "loras/b")))
+    made = launch(profile, files=evolve(FILES, loras=seen))
+    at = made.argv.index("--enable-lora")
+    expected = ("--lora-modules", "a=/models/loras/a", "b=/models/loras/b", "--max-loras", "2", "--max-lora-rank", "64")
+    assert made.argv[at + 1 : at + 8] == expected
+    assert parser().parse_args(made.argv[1:]).lora_modules == ["a=/models/loras/a", "b=/models/loras/b"]
+    own = launch(evolve(profile, arguments={"max-loras": 1, "max-lora-rank": 128}), files=evolve(FILES, loras=seen))
+    assert own.argv.count("--max-loras") == 1 and own.argv[own.argv.index("--max-lora-rank") + 1] == "128"
 
 
 @pytest.mark.parametrize(
@@ -319,99 +352,3 @@ def test_warnings():
     assert [row.where.partition(".")[0] for row in found] == ["parallel", "parallel"]
     assert all(word in found[0].text for word in ("tensor 16", "8", "2 times"))
     assert found[1].code == "tensor_over_nodes"
-
-
-def started(folder, profile=None, served=("llama-8b", "default"), **environment):
-    """The stand-in, by the adapter's own argv."""
-    allocation = Allocation("n1", ports=(free_port(),))
-    made = launch(profile or Profile("vllm", "llama", context=4096), allocation, served=served, installation=STANDIN)
-    return RunningEngine(made, folder, environment)
-
-
-def core_of(pid):
-    """The pid of the child titled as vLLM's engine, once it has its title."""
-    with open(f"/proc/{pid}/task/{pid}/children") as children:
-        for child in children.read().split():
-            with open(f"/proc/{child}/comm") as comm:
-                if comm.read().startswith("VLLM::EngineCor"):
-                    return int(child)
-    return None
-
-
-def test_the_stand_in_serves_by_the_adapters_argv(tmp_path):
-    """Refused until ready, phases in order, names listed, key on /v1 only, an answer, a stream, its load, and SIGTERM."""
-    with started(tmp_path, STANDIN="--load-seconds 0.3") as engine:
-        until(lambda: any("Starting to load" in line for line in engine.lines))
-        assert engine.request("/health") == (0, "")
-        engine.ready(5)
-        names = [row["id"] for row in json.loads(engine.request("/v1/models")[1])["data"]]
-        assert names == ["llama-8b", "default"]
-        assert [engine.request(path, key=False)[0] for path in ("/v1/models", "/health", "/metrics")] == [401, 200, 200]
-        ask = {"model": "default", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-        assert engine.request("/v1/chat/completions", ask, key=False)[0] == 401
-        status, text = engine.request("/v1/chat/completions", ask)
-        assert (status, json.loads(text)["choices"][0]["message"]["content"]) == (200, "once upon a")
-        assert engine.request("/v1/chat/completions", ask | {"model": "other"})[0] == 404
-        stream = engine.request("/v1/chat/completions", ask | {"stream": True})[1]
-        assert stream.count("data: ") == 5 and stream.rstrip().endswith("data: [DONE]")
-        assert vllm.load(engine.request("/metrics")[1]) == EngineLoad(running=0, waiting=0, kv_used=0.0, tokens=8)
-        phases = [phase.progress for line in engine.lines if (phase := vllm.phase(line))]
-        assert phases == sorted(phases) and phases[-1] == 1.0
-        assert engine.terminate() == 0
-
-
-def test_the_stand_in_leaves_its_engine_behind_when_killed(tmp_path):
-    """SIGKILL of the server leaves VLLM::EngineCore; SIGTERM does not; without its engine the server ends, with status 0."""
-    with started(tmp_path) as engine:
-        engine.ready(5)
-        core = until(lambda: core_of(engine.process.pid))
-        engine.process.kill()
-        engine.process.wait(5)
-        os.kill(core, 0)
-        os.kill(core, signal.SIGKILL)
-    with started(tmp_path) as engine:
-        engine.ready(5)
-        os.kill(until(lambda: core_of(engine.process.pid)), signal.SIGKILL)
-        until(lambda: engine.request("/health")[0] in (503, 0))
-        assert engine.process.wait(5) == 0
-    with started(tmp_path) as engine:
-        engine.ready(5)
-        core = until(lambda: core_of(engine.process.pid))
-        assert engine.terminate() == 0
-        with contextlib.suppress(ProcessLookupError):
-            until(lambda: os.kill(core, 0), 2)
-
-
-def test_a_headless_rank_listens_nowhere(tmp_path):
-    """It comes up, tells so, and refuses connections."""
-    port = free_port()
-    profile = Profile("vllm", "llama", parallel=Parallel(pipeline=2, nodes=2))
-    allocation = Allocation("n2", 1, 2, ports=(port,), head="127.0.0.1", head_port=port, peers=("127.0.0.1", "127.0.0.1"))
-    with RunningEngine(launch(profile, allocation, installation=STANDIN), tmp_path) as engine:
-        until(lambda: any(vllm.phase(line) == Phase("ready", 1.0) for line in engine.lines))
-        engine.launch = evolve(engine.launch, url=f"http://127.0.0.1:{port}")
-        assert engine.request("/health") == (0, "")
-        assert engine.terminate() == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"no-such-flag": 1}, "it does not know --no-such-flag 1"),
-        ({"max-num-seqs": "many"}, "it cannot use the value of --max-num-seqs (invalid int value: 'many')"),
-    ],
-)
-def test_what_the_stand_in_refuses_is_diagnosed(tmp_path, arguments, said):
-    """As vLLM does: status 2, and a text whose cause is the profile."""
-    with started(tmp_path, Profile("vllm", "llama", arguments=arguments)) as engine:
-        status = engine.process.wait(10)
-        told = vllm.diagnose(ShardExit(status), engine.lines)
-    assert status == 2
-    assert (told.cause, told.text) == ("configuration", f"vLLM: {said}")
-
-
-def test_numbers_as_vllm_reads_them():
-    """Suffixes of ten and of two, and auto."""
-    assert [human_readable_int_or_auto(text) for text in ("4096", "32k", "1.5K", "auto")] == [4096, 32000, 1536, -1]
-    with pytest.raises(ValueError, match="abc"):
-        human_readable_int_or_auto("abc")

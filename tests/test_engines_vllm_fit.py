@@ -133,8 +133,10 @@ def test_whole_experts_are_not_cut_into_blocks():
         (Profile("vllm", "m", arguments={"gpu-memory-utilization": 0.5}, resources=Resources(share=True)), "reserved_argument"),
         (Profile("vllm", "m", arguments={"hf-token": "hf_x"}), "reserved_argument"),
         (Profile("vllm", "m", extra_argv=("-dpl", "2")), "reserved_argument"),
-        (Profile("vllm", "m", parallel=Parallel(data=2, nodes=2)), "not_yet"),
-        (Profile("vllm", "m", loras=(Lora("a", "b"),)), "not_yet"),
+        (Profile("vllm", "m", parallel=Parallel(tensor=2, data=3, nodes=2)), "data_over_nodes"),
+        (Profile("vllm", "m", parallel=Parallel(data=2, balance="hybrid")), "balance"),
+        (Profile("vllm", "m", loras=(Lora("a", "b"), Lora("c", "d")), arguments={"max-cpu-loras": 1}), "lora_count"),
+        (Profile("vllm", "m", arguments={"lora-modules": ["a=b"]}), "reserved_argument"),
         (Profile("vllm", "m", arguments={"cpu-offload-gb": 600}), "host_memory"),
     ],
 )

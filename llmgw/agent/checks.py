@@ -23,7 +23,7 @@ from llmgw.engines.launch import child_environment
 from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Allocation, ShardOrder, WeightFiles
 from llmgw.fleet.units import show_size
-from llmgw.interfaces import Flags, IEngineAdapter, ShardLaunch
+from llmgw.interfaces import Flags, IEngineAdapter, IServedNames, ShardLaunch
 
 DISK_NEEDED = 32 * 2**20
 
@@ -139,7 +139,10 @@ class Checks:
         asked = (order.profile, files, self._facts(), installation, flags)
         for warning in adapter.warnings(*asked):
             self.log.warn("{shard}: {warning}", shard=order.shard, warning=str(warning))
-        if problems := adapter.problems(*asked):
+        problems = list(adapter.problems(*asked))
+        if IServedNames.providedBy(adapter):
+            problems += IServedNames(adapter).name_problems(order.served)
+        if problems:
             raise CannotStart("invalid", "; ".join(map(str, problems)))
 
     def _check_disk(self, state: Path) -> None:

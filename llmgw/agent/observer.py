@@ -69,6 +69,7 @@ class Observer:
         self._read = 0
         self._rest = b""
         self._obstacle = ""
+        self._joined = False
         self._memory_at = self._began
         self.phase = ""
         self.progress: float | None = None
@@ -109,8 +110,8 @@ class Observer:
             self._watched.cannot("start_timeout", f"not ready after {spent}: {self._obstacle or self.phase or 'it said nothing'}")
 
     def _judge_follower(self, now: float) -> None:
-        """A rank without HTTP is ready when it says so, or when it lives and says nothing."""
-        if self.phase == "ready" or self.progress == 1.0 or (not self.phase and now - self._deadline.began > EVERY):
+        """A rank without HTTP is ready when it has said so once, or when it lives and says nothing."""
+        if self._joined or (not self.phase and now - self._deadline.began > EVERY):
             self._watched.serves("the engine runs; this rank serves no HTTP")
         self._obstacle = f"it is at: {self.phase}" if self.phase else ""
 
@@ -148,6 +149,7 @@ class Observer:
         self._rest = self._rest[-PER_LOOK:]
         for line in lines:
             if (phase := self._phase(line.decode("utf-8", "replace").rstrip("\r"))) is not None:
+                self._joined = self._joined or phase.name == "ready" or phase.progress == 1.0
                 self.phase, self.progress = phase.name, phase.progress
                 self._watched.phase_seen()
 

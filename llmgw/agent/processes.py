@@ -40,10 +40,16 @@ class ProcessId:
     start: int
 
 
-def oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since the boot, of the machine or of a cgroup."""
-    with open("/proc/vmstat") as file:
-        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+def oom_kills(cgroup: str | None = None) -> int | None:
+    """How many processes the kernel has killed for lack of memory: of this cgroup so far, else of the machine since the boot.
+
+    @return: None for a cgroup that does not count (any more).
+    """
+    try:
+        with open(f"{cgroup}/memory.events" if cgroup else "/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except (OSError, ValueError):
+        return None
 
 
 @frozen

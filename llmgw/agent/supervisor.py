@@ -303,7 +303,11 @@ class Supervisor:
         """Ask the adapter why; an adapter that raises has no opinion. What the kernel says comes before it."""
         if self.exit is None:
             return
-        if self.exit.signal == signal.SIGKILL and self._oom_kills is not None and oom_kills() > self._oom_kills:
+        # In a cgroup of its own it counts alone; of the machine's count nobody knows who was killed.
+        if self.intent.cgroup and (mine := oom_kills(self.intent.cgroup)):
+            self.exit = evolve(self.exit, oom_kills=mine)
+        before, now = self._oom_kills, oom_kills()
+        if self.exit.signal == signal.SIGKILL and not self.exit.oom_kills and before is not None and (now or 0) > before:
             text = "it was killed by SIGKILL, and the kernel has killed for lack of memory meanwhile"
             self.diagnosis = Diagnosis(
                 "node", text, "Give the node fewer engines or more memory (`dmesg` names what was killed)."

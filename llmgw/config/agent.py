@@ -142,7 +142,7 @@ _FABRIC = "a fabric's name"
 _ONE_FABRIC = section(dict[str, Any], address=host, interface=text)
 _ONE_ENGINE = section(
     dict[str, Any],
-    adapter=matching(INSTALLATION, "an adapter's name: vllm, llamacpp, command"),
+    adapter=matching(INSTALLATION, "an adapter's name: vllm, sglang, trtllm, llamacpp, command"),
     command=_command,
     user=text,
     environment=environment,

@@ -50,6 +50,7 @@ MODEL_NAME = re.compile(
 )
 _MODEL_NAME = "a model name: letters, digits and . _ : / @ + -, at most 128, the part behind the last / not a bare number"
 STRATEGIES = ("auto", "surge", "replace")
+BALANCES = ("internal", "hybrid")
 RECONCILE = ("keep_original", "keep_replacement", "longest_running")
 POLICIES = ("least_cost", "least_inflight", "round_robin", "weighted")
 INSTALLATION = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}\Z", re.ASCII)
@@ -167,11 +168,19 @@ _PROFILE = section(
     Profile,
     ("engine",),
     _check_profile,
-    engine=matching(INSTALLATION, "an installation's name: llamacpp, vllm, vllm-next, command"),
+    engine=matching(INSTALLATION, "an installation's name: llamacpp, vllm, vllm-next, sglang, trtllm, command"),
     weights=weights,
     context=integer(1, 2**31),
     parallel=section(
-        Parallel, (), _check_parallel, tensor=_RANKS, pipeline=_RANKS, data=_RANKS, expert=flag, nodes=integer(1, 1024)
+        Parallel,
+        (),
+        _check_parallel,
+        tensor=_RANKS,
+        pipeline=_RANKS,
+        data=_RANKS,
+        expert=flag,
+        nodes=integer(1, 1024),
+        balance=one_of(*BALANCES),
     ),
     resources=section(Resources, devices=integer(0, 64), device_memory=size, host_memory=size, share=flag),
     arguments=map_of(argument, _OPTION, "an option without its dashes"),

@@ -1,7 +1,8 @@
 """From an exit status and the end of an engine's output to one sentence: the first cause, not the last line.
 
 Engines end in pages of consequences. So of all known failures the one that stands furthest up in the output wins; only
-when none is known do the signal, the first exception and the bare status speak, in this order.
+when none is known do the signal, the first exception and the bare status speak, in this order. What the kernel killed for memory
+says nothing of it, so its cgroup's count comes before all.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ CONFIGURATION, RETRY, CLEAN, NODE, SOURCE, UNKNOWN = (
 
 @frozen
 class Failure:
-    """One known failure: how it looks in the output, its cause's class, sentence and advice (with the pattern's groups)."""
+    """One known failure: how it looks in the output, its cause's class, sentence and advice (with the pattern's groups).
+
+    C{id} is its number in the catalogue of failures seen in the field, empty for one that is not in there.
+    """
 
     pattern: re.Pattern[str]
     cause: str
     text: str
     advice: str = ""
+    id: str = ""
 
 
-def failure(pattern: str, cause: str, text: str, advice: str = "") -> Failure:
+def failure(pattern: str, cause: str, text: str, advice: str = "", id: str = "") -> Failure:
     """A L{Failure} of a pattern in text form; C{.} never crosses a line."""
-    return Failure(re.compile(pattern), cause, text, advice)
+    return Failure(re.compile(pattern), cause, text, advice, id)
 
 
 ANY_ENGINE: tuple[Failure, ...] = (
@@ -45,6 +50,14 @@ ANY_ENGINE: tuple[Failure, ...] = (
         RETRY,
         "a port it was given is in use",
         "It is tried again on other ports; if it goes on, see with `ss -lptn` who holds them.",
+        id="F10",
+    ),
+    failure(
+        r"No space left on device.*/dev/shm/vllm_offload_|/dev/shm/vllm_offload_.*No space left on device",
+        CLEAN,
+        "/dev/shm is full of what killed engines left there",
+        "Delete /dev/shm/vllm_offload_* that no process maps (`fuser -v /dev/shm/*` shows who does).",
+        id="F28",
     ),
     failure(
         r"No space left on device",
@@ -69,42 +82,56 @@ ANY_ENGINE: tuple[Failure, ...] = (
         CONFIGURATION,
         "this build of the engine has no kernels for this GPU",
         "Use an engine build for the GPU's compute capability.",
+        id="F32",
     ),
     failure(
         r"NVIDIA driver on your system is too old \(found version (?P<found>\d+)\)",
         NODE,
         "the NVIDIA driver is too old for this engine build (it offers CUDA {found})",
         "Update the driver or use an engine built for an older CUDA.",
+        id="F31",
     ),
     failure(
         r"(?:Driver/library version mismatch|NVML/RM version mismatch)",
         NODE,
         "the NVIDIA driver was updated under a running kernel module",
         "Reboot the node.",
+        id="F12",
+    ),
+    failure(
+        r"Failed to initialize NVML: Unknown Error",
+        NODE,
+        "its container has lost the GPUs (a `systemctl daemon-reload` takes them from running containers)",
+        "Start the container anew; if the agent runs in it, the agent's.",
+        id="F13",
     ),
     failure(
         r"(?:GPU has fallen off the bus|GPU is lost|NVML_ERROR_GPU_IS_LOST)",
         NODE,
         "a GPU has fallen off the bus",
         "Cordon the node and reboot it.",
+        id="F15",
     ),
     failure(
         r"(?:[Ee]rror 802|system not yet initialized)",
         NODE,
         "the GPUs' fabric is not up (CUDA error 802)",
         "Start nvidia-fabricmanager of the driver's own version.",
+        id="F33",
     ),
     failure(
         r"CUDA error: an illegal memory access was encountered",
         RETRY,
         "a GPU kernel accessed memory that is not its own",
         "If it repeats on one GPU, suspect the GPU; if on several, the engine.",
+        id="F34",
     ),
     failure(
         r"(?:shared memory segment /dev/shm/\S*|Bus error \(core dumped\))",
         NODE,
         "/dev/shm is too small or full",
         "Give the node at least 1 GiB of /dev/shm for each engine, and remove segments of dead processes.",
+        id="F27",
     ),
 )
 
@@ -143,6 +170,8 @@ def diagnosis(
     @param guesses: texts too general to compete with the others.
     """
     text = "\n".join(tail)
+    if exit.oom_kills and not exit.forced:
+        return _of_kernel(engine, exit)
     found = _earliest([*table, *ANY_ENGINE], text) or _earliest(list(guesses), text)
     if found:
         known, match = found
@@ -171,3 +200,12 @@ def _unknown(engine: str, exit: ShardExit, text: str) -> Diagnosis:
     complaint = said["error"] if said else next((m[0].strip() for m in _COMPLAINT.finditer(text)), "")
     ended = f"{engine} ended by itself with {exit}" if exit.code == 0 else f"{engine} ended with {exit}"
     return Diagnosis(UNKNOWN, f"{ended}: {complaint[:300]}" if complaint else ended, "Read its output: `llmgw logs SHARD`.")
+
+
+def _of_kernel(engine: str, exit: ShardExit) -> Diagnosis:
+    """F35: no text can say so, since who is killed for memory says nothing any more; the cgroup's counter does."""
+    return Diagnosis(
+        CONFIGURATION,
+        f"{engine}: the kernel killed {exit.oom_kills} of its processes because host memory ran out",
+        "Raise `resources.host_memory` or the memory limit of llmgw-agent, lower offloading, or place it on a larger node.",
+    )

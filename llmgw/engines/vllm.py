@@ -1,9 +1,10 @@
 """vLLM, by C{vllm serve} as of 0.33: on one node, or over several with the multiprocessing backend.
 
-All ranks of a replica get one argv but for C{--node-rank}; ranks above 0 are headless and serve no HTTP. Connections are
-refused until the engine is ready. The key guards only C{/v1}. An engine that has its devices to itself takes vLLM's own
-share of them; C{--gpu-memory-utilization} is set where devices are shared, where the profile claims memory, or where
-somebody else's memory would make vLLM refuse to start.
+All ranks of a replica get one argv but for C{--node-rank}; ranks above 0 are headless and serve no HTTP. They count as ready
+once they have joined: what they load, the head waits for. Data parallel ranks over several nodes stay whole on one node each;
+with C{balance: hybrid} every node serves HTTP for its own. Connections are refused until the engine is ready. The key guards
+only C{/v1}. An engine that has its devices to itself takes vLLM's own share of them; C{--gpu-memory-utilization} is set where
+devices are shared, where the profile claims memory, or where somebody else's memory would make vLLM refuse to start.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Sequence
 from twisted.plugin import IPlugin
 from zope.interface import implementer
 
-from llmgw.engines import failures, metrics, vllm_fit
+from llmgw.engines import failures, lora, metrics, vllm_fit
 from llmgw.engines import vllm_checks as checks
+from llmgw.engines.case import Case
 from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, words
 from llmgw.engines.vllm_failures import FAILURES, GUESSES
 from llmgw.engines.vllm_memory import DEFAULT_SHARE, estimate
@@ -38,14 +40,14 @@ _JSON_LISTS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"
 
 _PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
     (re.compile(r"Resolved architecture: "), "configured", 0.02),
-    (re.compile(r"Launching vLLM .* headless|DP group leader"), "joining ranks", 0.03),
+    (re.compile(r"DP group leader"), "joining ranks", 0.03),
     (re.compile(r"Starting to load model"), "weights", 0.05),
     (re.compile(r"Loading weights took|Model loading took"), "weights", 0.6),
     (re.compile(r"torch\.compile took"), "compiled", 0.75),
     (re.compile(r"Available KV cache memory|KV cache size: "), "cache", 0.8),
     (re.compile(r"Graph capturing finished"), "graphs", 0.95),
     (re.compile(r"init engine .* took"), "warm", 0.97),
-    (re.compile(r"Application startup complete"), "ready", 1.0),
+    (re.compile(r"Application startup complete|Launching .*headless.*, with head node address"), "ready", 1.0),
 )
 _SHARDS = re.compile(r"Loading .*checkpoint shards: +(\d+)%")
 _WEIGHTS_FROM, _WEIGHTS_TO = 0.05, 0.6
@@ -105,7 +107,7 @@ class Vllm:
         flags: Flags,
     ) -> list[Problem]:
         """See L{vllm_checks} and L{vllm_fit}."""
-        case = checks.Case(profile, files, node, installation, flags)
+        case = Case(profile, files, node, installation, flags)
         return checks.problems(case) + vllm_fit.problems(case)
 
     def warnings(
@@ -117,7 +119,7 @@ class Vllm:
         flags: Flags,
     ) -> list[Problem]:
         """See L{vllm_checks} and L{vllm_fit}."""
-        case = checks.Case(profile, files, node, installation, flags)
+        case = Case(profile, files, node, installation, flags)
         return checks.warnings(case) + vllm_fit.warnings(case)
 
     def launch(
@@ -129,8 +131,8 @@ class Vllm:
         served: Sequence[str],
         key: str,
     ) -> ShardLaunch:
-        """One rank's process; rank 0 serves."""
-        serves, port = allocation.rank == 0, allocation.ports[0]
+        """One rank's process; rank 0 serves, and with hybrid balancing every one."""
+        serves, port = allocation.rank == 0 or _hybrid(profile), allocation.ports[0]
         own = [*_weights(profile, files), "--host", allocation.address, "--port", str(port)]
         own += option("--served-model-name", *served)
         own += _parallel(profile, allocation)
@@ -138,6 +140,7 @@ class Vllm:
             own += ["--gpu-memory-utilization", f"{share:.3f}"]
         if profile.context is not None:
             own += ["--max-model-len", str(profile.context)]
+        own += _loras(profile, files)
         # Its metrics and health are asked for every few seconds; nobody wants to read that.
         own += ["--shutdown-timeout", str(SHUTDOWN), "--disable-access-log-for-endpoints", "/health,/metrics"]
         arguments = long_options(profile.arguments, lambda name: joined if name in _JSON_LISTS else words)
@@ -193,19 +196,51 @@ def _weights(profile: Profile, files: WeightFiles | None) -> list[str]:
     return [name, *(["--revision", revision] if revision else [])]
 
 
+def _hybrid(profile: Profile) -> bool:
+    return profile.parallel.balance == "hybrid" and profile.parallel.nodes > 1
+
+
+def _loras(profile: Profile, files: WeightFiles | None) -> list[str]:
+    """The adapters by path; the rank that the largest needs, of those that vLLM takes."""
+    if not profile.loras:
+        return []
+    found = lora.paired(profile, files)
+    argv = ["--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in found.paths)]
+    if "max-loras" not in profile.arguments:
+        argv += ["--max-loras", str(len(profile.loras))]
+    if "max-lora-rank" not in profile.arguments and (rank := lora.fitting(found.rank)) is not None:
+        argv += ["--max-lora-rank", str(rank)]
+    return argv
+
+
 def _parallel(profile: Profile, allocation: Allocation) -> list[str]:
     parallel, argv = profile.parallel, []
     for name, size in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline), ("data", parallel.data)):
         if size > 1 or name == "tensor":
             argv += [f"--{name}-parallel-size", str(size)]
-    if parallel.data > 1 and len(allocation.ports) > 2:
+    if parallel.data > 1 and allocation.nodes > 1:
+        argv += _data_over_nodes(profile, allocation)
+    elif parallel.data > 1 and len(allocation.ports) > 2:
         argv += ["--data-parallel-rpc-port", str(allocation.ports[2])]
     if parallel.expert:
         argv.append("--enable-expert-parallel")
-    if allocation.nodes > 1:
+    if allocation.nodes > 1 and parallel.data == 1:
         argv += ["--nnodes", str(allocation.nodes), "--node-rank", str(allocation.rank)]
         argv += ["--master-addr", allocation.head, "--master-port", str(allocation.head_port)]
-    return [*argv, "--headless"] if allocation.rank else argv
+    return [*argv, "--headless"] if allocation.rank and not _hybrid(profile) else argv
+
+
+def _data_over_nodes(profile: Profile, allocation: Allocation) -> list[str]:
+    """Whole data parallel ranks on each node. A start rank on the head would mean hybrid balancing to vLLM."""
+    local = profile.parallel.data // allocation.nodes
+    argv = ["--data-parallel-size-local", str(local), "--data-parallel-address", allocation.head]
+    # The head's ports are consecutive: HTTP, rendezvous, and this one.
+    argv += ["--data-parallel-rpc-port", str(allocation.head_port + 1)]
+    if _hybrid(profile):
+        argv.append("--data-parallel-hybrid-lb")
+    if allocation.rank or _hybrid(profile):
+        argv += ["--data-parallel-start-rank", str(allocation.rank * local)]
+    return argv
 
 
 def memory_share(profile: Profile, allocation: Allocation) -> float | None:

@@ -6,17 +6,13 @@ texts stand in L{vllm_failures}. Minimum compute capabilities: vLLM's C{get_min_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterator
 
-from attrs import frozen
-
+from llmgw.engines import lora, model_checks, node_checks, vllm_known
+from llmgw.engines.case import Case
 from llmgw.engines.launch import environment_problems, reserved_arguments, unknown_arguments, weights_problems
-from llmgw.engines.memory import Shape, shape
 from llmgw.errors import Problem
-from llmgw.fleet.model import Profile
-from llmgw.fleet.node import Installation, NodeFacts
-from llmgw.fleet.shard import WeightFiles
-from llmgw.interfaces import Flags
 
 _GIVEN = "llmgw gives it host and port"
 _SET = "set `parallel` in the profile"
@@ -42,6 +38,7 @@ RESERVED = {
     **dict.fromkeys(("data-parallel-multi-port-external-lb", "dpm", "distributed-executor-backend", "ep"), _SET),
     **dict.fromkeys(("shutdown-timeout", "disable-access-log-for-endpoints", "config"), "llmgw sets it"),
     "device-ids": "llmgw gives it devices by UUID",
+    **dict.fromkeys(("enable-lora", "lora-modules"), "set `loras` on the model"),
 }
 RESERVED_ENVIRONMENT = frozenset(
     {"VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "VLLM_SERVER_DEV_MODE"}
@@ -54,57 +51,32 @@ CAPABILITY = {
     **dict.fromkeys(("mxfp4", "modelopt", "experts_int8", "fbgemm_fp8"), 80),
     **dict.fromkeys(("fp_quant",), 100),
 }
-WHEEL_CAPABILITY, BF16 = 75, 80
-CUDA13_DRIVER = 580
-
-
-@frozen
-class Case:
-    """What is known when a profile is looked at; on the server for a whole catalog no more than the profile."""
-
-    profile: Profile
-    files: WeightFiles | None
-    node: NodeFacts | None
-    installation: Installation | None
-    flags: Flags
-
-    @property
-    def shape(self) -> Shape:
-        """The figures of the weights."""
-        return shape(self.files)
-
-    def argument(self, name: str) -> int | None:
-        """A whole-numbered argument, None where it is not given or not a number."""
-        value = self.profile.arguments.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    @property
-    def quantization(self) -> str | None:
-        """How the weights are quantized by their own word."""
-        config = self.files.config.get("quantization_config") if self.files else None
-        method = config.get("quant_method") if isinstance(config, Mapping) else None
-        return method if isinstance(method, str) else None
+WHEEL_CAPABILITY = 75
 
 
 def problems(case: Case) -> list[Problem]:
     """Every reason for which vLLM would not serve this profile."""
-    named = f"{case.installation.name} {case.installation.version or ''}".strip() if case.installation else "vllm"
     found = weights_problems(case.profile, case.files)
     found += reserved_arguments(case.profile, RESERVED)
-    found += unknown_arguments(case.profile, case.flags, named, "`vllm serve --help=all`")
+    found += unknown_arguments(case.profile, case.flags, case.named, "`vllm serve --help=all`")
     found += environment_problems(case.profile, RESERVED_ENVIRONMENT)
     for check in (
-        _heads,
-        _kv_heads,
-        _layers,
+        model_checks.heads,
+        model_checks.kv_heads,
+        model_checks.layers,
+        model_checks.nodes,
+        model_checks.devices,
+        model_checks.weights_format,
+        model_checks.quantization_blocks,
         _experts,
-        _nodes,
-        _devices,
+        _data_over_nodes,
         _context,
         _batch,
         _tools,
-        _format,
         _quantization,
+        _architecture,
+        _pipeline,
+        lora.problems,
         _node,
     ):
         found += check(case)
@@ -113,13 +85,10 @@ def problems(case: Case) -> list[Problem]:
 
 def warnings(case: Case) -> list[Problem]:
     """What will work, but not as well as it could."""
-    found = []
-    parallel, kv_heads = case.profile.parallel, case.shape.kv_heads
-    if kv_heads and parallel.tensor > kv_heads and case.shape.latent is None:
-        times = parallel.tensor // kv_heads
-        text = f"tensor {parallel.tensor} is more than the model's {kv_heads} key-value heads: each is kept {times} times"
-        found.append(Problem(text, "parallel.tensor", "kv_heads_repeated"))
-    if parallel.nodes > 1 and parallel.tensor > parallel.world // parallel.nodes:
+    found = [*model_checks.kv_heads_repeated(case), *_unknown_architecture(case), *_variables(case), *lora.base_differs(case)]
+    parallel = case.profile.parallel
+    infiniband = case.node is not None and case.node.inventory.infiniband
+    if parallel.nodes > 1 and parallel.tensor > parallel.world // parallel.nodes and not infiniband:
         text = (
             "tensor parallelism goes over nodes: keep it inside a node and use pipeline across, unless the fabric is InfiniBand"
         )
@@ -127,66 +96,29 @@ def warnings(case: Case) -> list[Problem]:
     return found
 
 
-def divisors(value: int, most: int = 64) -> str:
-    """C{1, 2, 4, 7, 14}."""
-    return ", ".join(str(n) for n in range(1, min(value, most) + 1) if value % n == 0)
-
-
-def _heads(case: Case) -> Iterator[Problem]:
-    heads, tensor = case.shape.heads, case.profile.parallel.tensor
-    if heads and heads % tensor:
-        text = f"tensor {tensor} does not divide the model's {heads} attention heads; use one of {divisors(heads)}"
-        yield Problem(text, "parallel.tensor", "heads_not_divisible")
-
-
-def _kv_heads(case: Case) -> Iterator[Problem]:
-    heads, kv_heads, tensor = case.shape.heads, case.shape.kv_heads, case.profile.parallel.tensor
-    if not kv_heads or case.shape.latent is not None or (heads and heads % tensor):
-        return
-    if tensor % kv_heads if tensor > kv_heads else kv_heads % tensor:
-        fit = divisors(kv_heads)
-        text = f"tensor {tensor} and the model's {kv_heads} key-value heads do not divide each other; use one of {fit}"
-        yield Problem(text, "parallel.tensor", "kv_heads_not_divisible")
-
-
-def _layers(case: Case) -> Iterator[Problem]:
-    layers, pipeline = case.shape.layers, case.profile.parallel.pipeline
-    if layers and pipeline > layers:
-        yield Problem(f"pipeline {pipeline} is more than the model's {layers} layers", "parallel.pipeline", "too_few_layers")
-
-
 def _experts(case: Case) -> Iterator[Problem]:
-    parallel, experts = case.profile.parallel, case.shape.experts
-    known = case.files is not None and bool(case.files.config)
-    if not parallel.expert:
-        return
-    if known and not experts:
-        yield Problem("the model has no experts: set expert to false", "parallel.expert", "no_experts")
-    elif experts and experts % (ranks := parallel.tensor * parallel.data):
-        text = f"{experts} experts cannot be shared by {ranks} ranks (tensor x data); use a product of {divisors(experts)}"
-        yield Problem(text, "parallel.expert", "experts_not_divisible")
-
-
-def _nodes(case: Case) -> Iterator[Problem]:
     parallel = case.profile.parallel
-    if parallel.world % parallel.nodes:
-        text = f"{parallel.world} ranks (tensor x pipeline x data) cannot be shared equally by {parallel.nodes} nodes"
-        yield Problem(text, "parallel.nodes", "nodes_not_divisible")
+    yield from model_checks.experts(case, parallel.tensor * parallel.data, "tensor x data")
 
 
-def _devices(case: Case) -> Iterator[Problem]:
-    parallel, devices = case.profile.parallel, case.profile.resources.devices
-    each = -(-parallel.world // parallel.nodes)
-    if devices is not None and devices not in (0, each):
-        text = f"devices is {devices}, but tensor x pipeline x data puts {each} ranks on each node: leave it out"
-        yield Problem(text, "resources.devices", "devices_mismatch")
+def _data_over_nodes(case: Case) -> Iterator[Problem]:
+    """Each node runs equally many whole data parallel ranks; V9: who balances for itself needs experts."""
+    parallel = case.profile.parallel
+    if parallel.data > 1 and parallel.nodes > 1 and parallel.data % parallel.nodes:
+        text = (
+            f"data {parallel.data} over {parallel.nodes} nodes would cut a data parallel rank: use a multiple of {parallel.nodes}"
+        )
+        yield Problem(text, "parallel.data", "data_over_nodes")
+    if parallel.balance == "hybrid" and (parallel.data == 1 or parallel.nodes == 1):
+        text = "balance hybrid is for data parallel ranks over several nodes: leave it out"
+        yield Problem(text, "parallel.balance", "balance")
+    elif parallel.balance == "hybrid" and case.files is not None and case.files.config and not case.shape.experts:
+        text = "balance hybrid is for models with experts; for this one use replicas instead of data"
+        yield Problem(text, "parallel.balance", "balance")
 
 
 def _context(case: Case) -> Iterator[Problem]:
-    wanted, most = case.profile.context, case.shape.context
-    if wanted and most and wanted > most and case.profile.environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") != "1":
-        text = f"context {wanted} is more than the {most} tokens that the model was made for; lower it, or set rope scaling"
-        yield Problem(text, "context", "context_too_long")
+    yield from model_checks.context(case, "VLLM_ALLOW_LONG_MAX_MODEL_LEN")
 
 
 def _batch(case: Case) -> Iterator[Problem]:
@@ -207,64 +139,60 @@ def _tools(case: Case) -> Iterator[Problem]:
         yield Problem(text, "arguments.enable-auto-tool-choice", "tool_parser_missing")
 
 
-def _format(case: Case) -> Iterator[Problem]:
-    if case.files is None or not case.files.found or case.files.problem:
-        return
-    if case.files.format == "gguf":
-        text = f"{case.files.weights} is GGUF, which vLLM no longer reads; use engine llamacpp, or the model's safetensors"
-        yield Problem(text, "weights", "weights_format")
-    elif not case.files.config:
-        yield Problem(f"{case.files.path} has no config.json: is it the model's folder?", "weights", "weights_format")
-    elif not case.files.config.get("architectures"):
-        yield Problem(f"config.json in {case.files.path} names no architecture", "weights", "weights_format")
+def _known(case: Case) -> bool:
+    """Whether the installed version is the one whose names were read."""
+    return case.version == vllm_known.VERSION
 
 
 def _quantization(case: Case) -> Iterator[Problem]:
-    asked = case.profile.arguments.get("quantization")
-    if isinstance(asked, str) and case.quantization and _family(asked) != _family(case.quantization):
-        text = f"quantization {asked} differs from the weights' own {case.quantization}: leave it out"
-        yield Problem(text, "arguments.quantization", "quantization_mismatch")
+    yield from model_checks.quantization(case, vllm_known.QUANTIZATIONS if _known(case) else ())
 
 
-def _family(method: str) -> str:
-    """C{awq} for C{awq_marlin} and C{auto_awq}: other kernels for the same weights."""
-    return method.lower().replace("-", "_").removeprefix("auto_").removeprefix("gpt_oss_").removesuffix("_marlin")
+def _architecture(case: Case) -> Iterator[Problem]:
+    """V13: what this version had once, or has by a plugin only."""
+    name = case.architecture
+    if not _known(case) or name is None:
+        return
+    if last := vllm_known.GONE.get(name):
+        text = f"{case.named} has no {name} any more, vLLM {last} was the last: use an installation of that version"
+        yield Problem(text, "weights", "architecture")
+    elif plugin := vllm_known.PLUGIN.get(name):
+        text = f"{case.named} has {name} only by a plugin: install {plugin} beside it, and set VLLM_PLUGINS in `environment`"
+        if "VLLM_PLUGINS" not in case.profile.environment:
+            yield Problem(text, "weights", "architecture")
+
+
+def _unknown_architecture(case: Case) -> Iterator[Problem]:
+    """Not refused: Transformers may bring it, and so may a plugin."""
+    name = case.architecture
+    known = vllm_known.ARCHITECTURES | set(vllm_known.GONE) | set(vllm_known.PLUGIN)
+    if _known(case) and name is not None and name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        like = f" (it has {close[0]})" if close else ""
+        text = f"{case.named} has no {name} of its own{like}: it starts only if its Transformers library or a plugin has it"
+        yield Problem(text, "weights", "architecture")
+
+
+def _pipeline(case: Case) -> Iterator[Problem]:
+    """V7: not every model can be cut into stages."""
+    name, pipeline = case.architecture, case.profile.parallel.pipeline
+    if pipeline > 1 and _known(case) and name in vllm_known.NO_PIPELINE:
+        text = f"{case.named} cannot cut {name} into pipeline stages: set pipeline to 1 and use tensor {pipeline} instead"
+        yield Problem(text, "parallel.pipeline", "no_pipeline")
+
+
+def _variables(case: Case) -> Iterator[Problem]:
+    """V38: a variable that this version does not know is a mistake more often than a plugin's."""
+    for name in case.profile.environment:
+        if _known(case) and name.startswith("VLLM_") and name not in vllm_known.VARIABLES:
+            close = difflib.get_close_matches(name, vllm_known.VARIABLES, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            yield Problem(f"{case.named} does not know the variable {name}{meant}", f"environment.{name}", "unknown_variable")
 
 
 def _node(case: Case) -> Iterator[Problem]:
     """What this node's devices and driver cannot do."""
-    if case.node is None or case.profile.resources.devices == 0:
-        return
-    inventory = case.node.inventory
-    capable = [10 * device.capability[0] + device.capability[1] for device in inventory.devices if device.capability]
-    if capable:
-        yield from _capability(case, max(capable))
-    version = case.installation.version if case.installation else None
-    major = int(inventory.driver.partition(".")[0]) if inventory.driver and inventory.driver[:1].isdigit() else None
-    if version and _at_least(version, (0, 33)) and major is not None and major < CUDA13_DRIVER:
-        text = f"driver {inventory.driver} is too old for vLLM {version} (CUDA 13): install {CUDA13_DRIVER} or newer"
-        yield Problem(text, "engine", "driver_too_old")
-
-
-def _capability(case: Case, best: int) -> Iterator[Problem]:
-    has = f"{best // 10}.{best % 10}"
-    method = case.profile.arguments.get("quantization") or case.quantization
-    need = CAPABILITY.get(str(method).lower(), 0) if method else 0
-    if best < WHEEL_CAPABILITY:
-        yield Problem(f"vLLM's build needs compute capability 7.5, this node has {has}", "engine", "capability")
-    elif best < need:
-        text = f"quantization {method} needs compute capability {need // 10}.{need % 10}, this node has {has}"
-        yield Problem(text, "weights", "capability")
-    elif best < BF16 and _dtype(case) == "bfloat16":
-        text = f"bfloat16 needs compute capability 8.0, this node has {has}: set the argument dtype to half"
-        yield Problem(text, "arguments.dtype", "capability")
-
-
-def _dtype(case: Case) -> str:
-    """The number format asked for; with C{auto} vLLM itself falls back to half where it must."""
-    return str(case.profile.arguments.get("dtype", "auto"))
-
-
-def _at_least(version: str, wanted: tuple[int, int]) -> bool:
-    parts = version.split(".")
-    return len(parts) > 1 and all(part.isdigit() for part in parts[:2]) and (int(parts[0]), int(parts[1])) >= wanted
+    yield from node_checks.library(case)
+    yield from node_checks.capability(case, WHEEL_CAPABILITY, CAPABILITY)
+    yield from node_checks.driver(case, cuda13=case.version is not None and case.version >= (0, 33))
+    yield from node_checks.fabric(case)

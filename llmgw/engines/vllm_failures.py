@@ -6,7 +6,8 @@ initialization failed}, C{EngineDeadError}) is not here, so that it never hides 
 
 from __future__ import annotations
 
-from llmgw.engines.failures import CLEAN, CONFIGURATION, NODE, RETRY, SOURCE, Failure, failure
+from llmgw.engines.failures import CLEAN, CONFIGURATION, NODE, RETRY, Failure, failure
+from llmgw.engines.torch_failures import ANY_TORCH
 
 _FRACTION = "Lower `context` or `max-num-seqs`, use more devices, or claim more with `resources.device_memory`."
 _NEEDS_CACHE = (
@@ -21,6 +22,7 @@ FAILURES: tuple[Failure, ...] = (
         CONFIGURATION,
         "it does not know {what}",
         "Correct `arguments` or `extra_argv`; `vllm serve --help=all` lists what this version has.",
+        id="F50",
     ),
     failure(
         r"error: argument (?P<what>\S+): (?P<why>.+)",
@@ -34,18 +36,21 @@ FAILURES: tuple[Failure, ...] = (
         CONFIGURATION,
         "context {asked} is more than the {most} tokens that the model can do",
         "Set `context` to at most that.",
+        id="F20",
     ),
     failure(
         r"Total number of attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<ranks>\d+)\)",
         CONFIGURATION,
         "{heads} attention heads cannot be divided over tensor {ranks}",
         "Set `parallel.tensor` to a divisor of {heads}.",
+        id="F51",
     ),
     failure(
         r"n_physical_experts=(?P<experts>\d+) must be divisible by ep_size=(?P<ranks>\d+)",
         CONFIGURATION,
         "{experts} experts cannot be divided over {ranks} ranks",
         "Choose tensor times data so that it divides the experts.",
+        id="F51",
     ),
     failure(
         r"is not divisible by weight quantization block_[nk] = (?P<block>\d+)",
@@ -64,21 +69,28 @@ FAILURES: tuple[Failure, ...] = (
         CONFIGURATION,
         "its KV cache does not fit: {length} tokens need {need} GiB, {have} GiB are left beside the weights",
         "Lower `context` to {fits}, or use a higher `parallel.tensor`.",
+        id="F20",
     ),
     failure(
         _NEEDS_CACHE,
         CONFIGURATION,
         "its KV cache does not fit: {length} tokens need {need} GiB, {have} GiB are left beside the weights",
         "Lower `context`, or use a higher `parallel.tensor`.",
+        id="F20",
     ),
     failure(
         r"max seq len \((?P<length>\d+)\) is larger than the maximum number of tokens that can be stored in KV cache \((?P<fits>\d+)\)",  # noqa: E501
         CONFIGURATION,
         "its KV cache does not fit: {length} tokens are asked for, {fits} fit",
         "Lower `context` to {fits}, or use a higher `parallel.tensor`.",
+        id="F20",
     ),
     failure(
-        r"No available memory for the cache blocks", CONFIGURATION, "the weights leave no device memory for a KV cache", _FRACTION
+        r"No available memory for the cache blocks",
+        CONFIGURATION,
+        "the weights leave no device memory for a KV cache",
+        _FRACTION,
+        id="F19",
     ),
     failure(
         r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than (?:desired GPU|the engine)[^(]*"  # noqa: E501
@@ -86,29 +98,26 @@ FAILURES: tuple[Failure, ...] = (
         CLEAN,
         "it wants {want} GiB of a device that has {free} of {total} GiB free",
         "Somebody else holds the memory: see `llmgw status` for its pid; end that, or claim less with `resources.device_memory`.",
+        id="F23",
     ),
     failure(
         r"Error in memory profiling",
         RETRY,
         "another process took or freed device memory while it measured",
         "It is tried again; start engines on one device one after the other.",
+        id="F22",
     ),
     failure(
         r"CUDA out of memory occurred when warming up sampler with (?P<count>\d+) dummy requests",
         CONFIGURATION,
         "it ran out of memory warming up with {count} requests at once",
         "Lower the argument `max-num-seqs`.",
+        id="F21",
     ),
     failure(
         r"Model architectures \[(?P<what>[^\]]*)\] (?:are not supported|failed to be inspected)",
         CONFIGURATION,
         "this version does not know the architecture {what}",
-        "Use a newer vLLM installation.",
-    ),
-    failure(
-        r"has model type `?(?P<what>\S+?)`? but Transformers does not recognize this architecture",
-        CONFIGURATION,
-        "its transformers library does not know the model type {what}",
         "Use a newer vLLM installation.",
     ),
     failure(
@@ -130,19 +139,6 @@ FAILURES: tuple[Failure, ...] = (
         "Leave the argument `quantization` out.",
     ),
     failure(
-        r"quantization method (?P<what>\S+) is not supported for the current GPU\. Minimum capability: (?P<need>\d+)\. "
-        r"Current capability: (?P<have>\d+)",
-        CONFIGURATION,
-        "quantization {what} needs compute capability {need} (tenths), the GPU has {have}",
-        "Place it on newer GPUs with `place.labels`, or use other weights.",
-    ),
-    failure(
-        r"Bfloat16 is only supported on GPUs with compute capability of at least",
-        CONFIGURATION,
-        "the GPU is too old for bfloat16",
-        "Set the argument `dtype: half`.",
-    ),
-    failure(
         r"max_num_batched_tokens \((?P<have>\d+)\) must be greater than or equal to max_num_seqs \((?P<need>\d+)\)",
         CONFIGURATION,
         "max-num-batched-tokens {have} is less than max-num-seqs {need}",
@@ -155,30 +151,6 @@ FAILURES: tuple[Failure, ...] = (
         "Set the argument `tool-call-parser` for this model.",
     ),
     failure(
-        r"(?:Invalid repository ID or local directory specified|Repository Not Found|LocalEntryNotFoundError|OfflineModeIsEnabled)",  # noqa: E501
-        SOURCE,
-        "it cannot find the weights",
-        "Put them under a model root of the node or into its Hugging Face cache; check `weights`.",
-    ),
-    failure(
-        r"(?:HeaderTooLarge|Error while deserializing header|SafetensorError)",
-        SOURCE,
-        "a weight file is damaged, or a Git LFS pointer in place of one",
-        "Fetch the file again.",
-    ),
-    failure(
-        r"(?:gated repo|You must have access to it|40[13] Client Error)",
-        SOURCE,
-        "the Hugging Face hub refuses the weights",
-        "Accept the model's licence there and give the node a token (environment HF_TOKEN in agent.yaml).",
-    ),
-    failure(
-        r"429 Client Error",
-        SOURCE,
-        "the Hugging Face hub is refusing requests for a while",
-        "Set HF_HUB_OFFLINE=1 in agent.yaml once the weights are on the node.",
-    ),
-    failure(
         r"appears to be a URI",
         NODE,
         "VLLM_PORT in its environment is not a number (Kubernetes sets it so for a service named vllm)",
@@ -189,48 +161,14 @@ FAILURES: tuple[Failure, ...] = (
         CLEAN,
         "its compile cache is damaged",
         "Delete torch_compile_cache in VLLM_CACHE_ROOT (~/.cache/vllm); it is built again.",
-    ),
-    failure(
-        r"nvcc fatal\s*: (?P<why>.+)",
-        CONFIGURATION,
-        "the node's nvcc does not fit this vLLM ({why})",
-        "Install the CUDA toolkit of the wheel's version.",
-    ),
-    failure(
-        r"(?:Could not find nvcc|ninja: build stopped)",
-        CONFIGURATION,
-        "it wanted to compile a kernel and could not",
-        "Install gcc and the CUDA toolkit of the wheel's version, or set VLLM_USE_FLASHINFER_SAMPLER=0.",
-    ),
-    failure(
-        r"(?:Failed to infer device type|No CUDA GPUs are available|no CUDA-capable device is detected)",
-        NODE,
-        "it sees no GPU",
-        "Check the driver with nvidia-smi; a CPU build needs `resources: {{devices: 0}}`.",
-    ),
-    failure(
-        r"(?:Gloo connectFullMesh failed|Unable to resolve hostname .* Using the loopback address)",
-        CONFIGURATION,
-        "its ranks cannot reach each other",
-        "Name the fabric's interface in agent.yaml: fabrics: {{NAME: {{address: ..., interface: ...}}}}.",
-    ),
-    failure(
-        r"DistStoreError: Timed out after (?P<time>\d+) seconds waiting for clients",
-        CONFIGURATION,
-        "not all ranks came together in {time} s",
-        "See that every node of the replica runs one vLLM version and reaches the head's port.",
-    ),
-    failure(
-        r"ibv_reg_mr\S* failed.*Cannot allocate memory",
-        NODE,
-        "InfiniBand may not lock memory",
-        "Set LimitMEMLOCK=infinity for llmgw-agent.",
+        id="F26",
     ),
     failure(
         r"(?:RPC call to (?:execute_model|sample_tokens) timed out|EngineDeadError: .*timed out)",
         RETRY,
         "a rank stopped answering",
         "Look for a GPU error (Xid) in the kernel log of its nodes.",
+        id="F6",
     ),
     failure(
         r"Worker proc (?P<what>\S+) died unexpectedly(?: \(exit code: (?P<code>[^)]*)\))?",
@@ -238,6 +176,14 @@ FAILURES: tuple[Failure, ...] = (
         "worker {what} died (exit code {code})",
         _LOGS,
     ),
+    failure(
+        r"(?:Timed out waiting for engine core|[Ee]ngine core.* not ready in (?P<time>\d+))",
+        RETRY,
+        "it gave up waiting for its own engine, which loads or compiles for long",
+        "Raise `start_timeout` and VLLM_ENGINE_READY_TIMEOUT_S, and keep its caches.",
+        id="F17",
+    ),
+    *ANY_TORCH,
 )
 
 GUESSES: tuple[Failure, ...] = (
@@ -247,5 +193,12 @@ GUESSES: tuple[Failure, ...] = (
         CONFIGURATION,
         "{why}",
         "Correct the profile, if this is about a setting; else read its output.",
+    ),
+    failure(
+        r"No available shared memory broadcast block found in 60 seconds",
+        RETRY,
+        "a rank was silent for minutes: hung, dead, or compiling",
+        "Look for a GPU error (Xid) in the kernel log of its nodes.",
+        id="F6",
     ),
 )

@@ -25,13 +25,18 @@ def _given(attribute: Attribute[Any], value: object) -> bool:
 
 @frozen
 class Parallel:
-    """How one replica is cut up: C{tensor * pipeline * data} ranks over C{nodes} nodes of equal device counts."""
+    """How one replica is cut up: C{tensor * pipeline * data} ranks over C{nodes} nodes of equal device counts.
+
+    C{balance} of data parallel ranks over several nodes: C{internal}, the head serves for all; C{hybrid}, each node serves for
+    its own ranks, so that the replica has as many endpoints as nodes.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     expert: bool = False
     nodes: int = 1
+    balance: str = "internal"
 
     @property
     def world(self) -> int:

@@ -33,6 +33,10 @@ class Device:
     """One GPU (or MIG instance) as last seen. Memory in bytes; C{memory_used} is observed, not claimed.
 
     C{problem} is empty for a healthy device; with a text the device is shown but nothing is placed on it.
+    C{bus} is its PCI address, C{architecture} what AMD's is called (C{gfx942}).
+    C{kernel_log} is what the kernel's log says of one that is sick or missing (C{Xid 79}), or why the log could not be read.
+    C{fabric} is how far its NVSwitch fabric is (C{not started}, C{in progress}, C{completed}), C{peers} the UUIDs that it reaches
+    directly; both None where nobody knows.
     """
 
     uuid: str
@@ -47,6 +51,11 @@ class Device:
     processes: tuple[DeviceProcess, ...] = ()
     problem: str = ""
     missing_since: float | None = None
+    kernel_log: str = ""
+    bus: str = ""
+    architecture: str = ""
+    fabric: str | None = None
+    peers: tuple[str, ...] | None = None
 
 
 @frozen
@@ -71,7 +80,13 @@ class Fabric:
 
 @frozen
 class Inventory:
-    """What the hardware and the system offer."""
+    """What the hardware and the system offer; None is unknown.
+
+    @ivar nofile: how many files an engine may open; C{memlock} bytes that it may lock in memory, None without a limit.
+    @ivar compilers: which of gcc, nvcc and ninja stand in the PATH.
+    @ivar infiniband: whether a port of InfiniBand or RoCE is active.
+    @ivar loopback: whether the host's own name resolves to a loopback address.
+    """
 
     cpus: int
     memory_total: int
@@ -82,6 +97,10 @@ class Inventory:
     shm_free: int | None = None
     disk_free: int | None = None
     nofile: int | None = None
+    memlock: int | None = None
+    compilers: tuple[str, ...] | None = None
+    infiniband: bool | None = None
+    loopback: bool | None = None
     kernel: str = ""
     problem: str = ""
 

@@ -179,12 +179,16 @@ class EngineLoad:
 
 @frozen
 class ShardExit:
-    """How an engine ended. C{code} and C{signal} are both None when nobody saw it: unknown is never 0."""
+    """How an engine ended. C{code} and C{signal} are both None when nobody saw it: unknown is never 0.
+
+    C{oom_kills} is how many of its processes the kernel killed for want of memory, by its cgroup's C{memory.events}.
+    """
 
     code: int | None = None
     signal: int | None = None
     at: float | None = None
     forced: bool = False
+    oom_kills: int = 0
 
     def __str__(self) -> str:
         if self.signal is not None:
@@ -248,7 +252,8 @@ class WeightFiles:
 
     C{found} False with C{looked} lists the paths that were tried. C{config} is config.json as parsed, C{generation} the same of
     generation_config.json; C{gguf} the header's key-values; C{bytes} the size of the tensors and C{tensors} where they stand
-    (None unknown); C{revision} the commit of a Hugging Face cache.
+    (None unknown); C{revision} the commit of a Hugging Face cache. C{loras} is what was found of the profile's adapters, in
+    their order; their C{config} is adapter_config.json.
     """
 
     weights: str
@@ -263,3 +268,4 @@ class WeightFiles:
     generation: Mapping[str, object] = field(factory=dict)
     tensors: TensorBytes | None = None
     revision: str = ""
+    loras: tuple[WeightFiles, ...] = ()

@@ -22,7 +22,7 @@ from llmgw.errors import Problem
 from llmgw.fleet.model import Parallel, Profile, Resources
 from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
-from llmgw.interfaces import Flags, IEngineAdapter, Needs, ShardLaunch
+from llmgw.interfaces import Flags, IEngineAdapter, IServedNames, Needs, ShardLaunch
 
 KEY = "conformance-key-5f2c"
 # Far above what a look-up takes, far below what reading a file, starting a process or asking the network would.
@@ -155,6 +155,8 @@ def _complaints(adapter: IEngineAdapter, profile: Profile) -> Iterator[str]:
             (Profile(adapter.name), None, node, None, Flags()),
         ):
             yield from _asked(word, getattr(adapter, word), case)
+    if IServedNames.providedBy(adapter):
+        yield from _asked("name_problems", IServedNames(adapter).name_problems, (("public/name", "alias"),))
     if wrong := adapter.problems(profile, None, None, None, Flags()):
         yield f"problems: a plain profile is refused: {'; '.join(map(str, wrong))}"
 

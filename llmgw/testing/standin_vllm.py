@@ -66,6 +66,16 @@ _TYPES: dict[str, Callable[[str], Any]] = {
         int,
     ),
     **dict.fromkeys(("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"), int),
+    **dict.fromkeys(
+        (
+            "--data-parallel-size-local",
+            "--data-parallel-start-rank",
+            "--data-parallel-rpc-port",
+            "--max-loras",
+            "--max-lora-rank",
+        ),
+        int,
+    ),
 }
 _HOW: dict[str, dict[str, Any]] = {
     "value": {},
@@ -121,6 +131,23 @@ def _json_options() -> set[str]:
     return {name for names, kind in option_rows() if kind == "json" for name in names}
 
 
+def contradictions(options: argparse.Namespace) -> None:
+    """What vLLM refuses of options that each are well.
+
+    @raise ValueError: with vLLM's own words.
+    """
+    if options.headless and options.data_parallel_hybrid_lb:
+        raise ValueError("data_parallel_hybrid_lb is not applicable in headless mode")
+    if options.headless and options.api_server_count:
+        raise ValueError(f"--api-server-count={options.api_server_count} cannot be used with --headless")
+    local, whole = options.data_parallel_size_local, options.data_parallel_size or 1
+    if local is not None and local > whole:
+        raise ValueError(f"data_parallel_size_local ({local}) must be <= data_parallel_size ({whole})")
+    world = (options.tensor_parallel_size or 1) * (options.pipeline_parallel_size or 1) * whole
+    if world % (options.nnodes or 1):
+        raise ValueError(f"--nnodes {options.nnodes} must evenly divide the total world size")
+
+
 def show_help() -> None:
     """C{serve --help=all}."""
     serve = next(action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)).choices["serve"]
@@ -142,13 +169,16 @@ class Standin(fake_engine.Engine):
         """Tell what vLLM tells on its way, in its order."""
         self.watch = asyncio.ensure_future(self.follow_core())
         say("INFO [model.py:601] Resolved architecture: LlamaForCausalLM")
+        if self.options.headless:
+            say(joining(self.options))
         begin, length = time.monotonic(), self.settings.load_seconds
         say(f"(EngineCore pid={self.core}) INFO [gpu_model_runner.py:1] Starting to load model {self.options.model_tag}...")
         while (spent := time.monotonic() - begin) < length:
             say(f"Loading safetensors checkpoint shards: {int(100 * spent / length):3d}% Completed")
             await asyncio.sleep(min(length - spent, max(0.05, length / 20)))
         say(f"(EngineCore pid={self.core}) INFO [kv_cache_utils.py:1] GPU KV cache size: 100,000 tokens")
-        say("INFO:     Application startup complete.")
+        if not self.options.headless:
+            say("INFO:     Application startup complete.")
 
     async def listen(self) -> None:
         """Ranks above 0 serve nothing."""
@@ -197,6 +227,19 @@ class Standin(fake_engine.Engine):
         return {f"vllm:{name}{labels}": value for name, value in counts.items()}
 
 
+def joining(options: argparse.Namespace) -> str:
+    """What a headless rank says: that it has begun, and never that it is done."""
+    if options.nnodes and options.nnodes > 1:
+        head = f"{options.master_addr}:{options.master_port}"
+        return (
+            f"INFO [serve.py:1] Launching vLLM (v{VERSION}) headless multiproc executor, with head node address {head} "
+            "for torch.distributed process group."
+        )
+    head = f"tcp://{options.data_parallel_address}:{options.data_parallel_rpc_port}"
+    local = options.data_parallel_size_local
+    return f"INFO [serve.py:1] Launching {local} data parallel engine(s) in headless mode, with head node address {head}."
+
+
 def engine_core() -> int:
     """Fork the process that does the work; it outlives a killed server for C{ORPHAN_SECONDS} and no longer."""
     parent = os.getpid()
@@ -218,7 +261,10 @@ def main() -> None:
         show_help()
         return
     options = asked(arguments)
-    names = options.served_model_name or [options.model_tag]
+    contradictions(options)
+    names = (options.served_model_name or [options.model_tag]) + [
+        module.partition("=")[0] for module in options.lora_modules or []
+    ]
     words = ["--host", options.host or "0.0.0.0", "--port", str(options.port or 8000)]
     for name in names:
         words += ["--name", name]

@@ -1,0 +1,270 @@
+"""Names that vLLM 0.33.0 knows, read from its wheel: architectures, quantizations, variables of its environment.
+
+Sources: C{model_executor/models/registry.py} (and which of its classes implement C{SupportsPP}), C{layers/quantization},
+C{envs.py}. They are used for installations of 0.33 only; of other versions nobody knows, and nothing is refused by them.
+"""
+
+from __future__ import annotations
+
+VERSION = (0, 33)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ARCHITECTURES = _names(
+    """
+    AXK1ForCausalLM AfmoeForCausalLM AliceAIForCausalLM Alpamayo2Super ApertusForCausalLM ArceeForCausalLM
+    AriaForConditionalGeneration AudioFlamingo3ForConditionalGeneration BagelForConditionalGeneration BailingMoeForCausalLM
+    BailingMoeV25MTPModel BailingMoeV2ForCausalLM BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM BailingMoeV3MTPModel
+    BailingMoeV3VLForConditionalGeneration BeamForCausalLM BeeForConditionalGeneration BertForMaskedLM
+    BertForSequenceClassification BertForTokenClassification BertModel BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel
+    Blip2ForConditionalGeneration BloomForCausalLM CLIPModel ChatGLMForConditionalGeneration ChatGLMModel
+    ClefFlashForJointSchema ClefOmniForJointSchema Cohere2ForCausalLM Cohere2MoeForCausalLM
+    Cohere2VisionForConditionalGeneration CohereAsrForConditionalGeneration CohereCompassForConditionalGeneration
+    CohereForCausalLM ColBERTJinaRobertaModel ColBERTLfm2Model ColBERTModernBertModel ColModernVBertForRetrieval
+    ColPaliForRetrieval ColQwen3 ColQwen3_5 ColUltraVBertForRetrieval Cosmos3EdgeForConditionalGeneration
+    Cosmos3ForConditionalGeneration CwmForCausalLM D3ForSequenceClassification DFlash2BeamDraftModel DFlash2DraftModel
+    DFlashDraftModel DFlashLagunaForCausalLM DFlashMuseGlimmerAssistantModel DFlashQwen3XPressModel DSparkDraftModel
+    DSparkV41DraftModel DbrxForCausalLM DeciLMForCausalLM DeepSeekMTPModel DeepSeekV4MTPModel DeepseekForCausalLM
+    DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV32MTPModel
+    DeepseekV3BidirectionalModel DeepseekV3ForCausalLM DeepseekV41ForCausalLM DeepseekV4ForCausalLM
+    DeepseekV4ForConditionalGeneration DeepseekVLV2ForCausalLM DiffusionGemmaForBlockDiffusion DomynEdgeForCausalLM
+    DoryForCausalLM Dots3NoteForCausalLM Dots3NoteMTPModel DotsOCRForCausalLM Eagle2_5_VLForConditionalGeneration
+    Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM
+    Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3ForCausalLM Eagle3Qwen3vlForCausalLM EagleCohereForCausalLM EagleDeepSeekMTPModel
+    EagleLlama4ForCausalLM EagleLlamaForCausalLM EagleMiniCPMForCausalLM EagleMistralForCausalLM EagleMistralLarge3ForCausalLM
+    EmbeddingGemma2Model Emu3ForConditionalGeneration Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM
+    Ernie4_5_VLMoeForConditionalGeneration ErnieMTPModel Exaone4ForCausalLM Exaone4_5_ForConditionalGeneration Exaone4_5_MTP
+    ExaoneForCausalLM ExaoneMoEForCausalLM ExaoneMoeForCausalLM ExaoneMoeMTP ExtractHiddenStatesModel FalconForCausalLM
+    FalconH1ForCausalLM FalconMambaForCausalLM FireRedASR2ForConditionalGeneration FlexOlmoForCausalLM FlintForCausalLM
+    FunASRForConditionalGeneration FunAudioChatForConditionalGeneration GLM4VForCausalLM GPT2ForSequenceClassification
+    GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma2Model Gemma3ForCausalLM
+    Gemma3ForConditionalGeneration Gemma3TextModel Gemma3nForCausalLM Gemma3nForConditionalGeneration Gemma4DSparkModel
+    Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4MTPModel Gemma4UnifiedForConditionalGeneration GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4MoeLiteMTPModel Glm4MoeMTPModel
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration Glm5NextForCausalLM Glm5NextForConditionalGeneration
+    Glm5NextMTPModel GlmAsrForConditionalGeneration GlmForCausalLM GlmMoeDsaForCausalLM GlmOcrForConditionalGeneration
+    GlmOcrMTPModel GptOssForCausalLM Granite4VisionForConditionalGeneration GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+    GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration GteModel GteNewForSequenceClassification
+    GteNewModel H2OVLChatModel HCXVisionV2ForCausalLM HF_ColBERT HYV3ForCausalLM HYV3MTPModel HYV4ForCausalLM HYV4MTPModel
+    HfMoondream HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HunYuanVLForConditionalGeneration
+    HyperCLOVAXForCausalLM IQuestCoderForCausalLM IQuestLoopCoderForCausalLM Idefics3ForConditionalGeneration
+    InklingForCausalLM InklingForConditionalGeneration InklingMTPModel InternLM2ForCausalLM InternLM2ForRewardModel
+    InternLM3ForCausalLM InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
+    InternS2MobiusForConditionalGeneration InternS2MobiusMTP InternS2PreviewForConditionalGeneration InternVLChatModel
+    InternVLForConditionalGeneration IsaacForConditionalGeneration Jais2ForCausalLM JambaForCausalLM
+    JambaForSequenceClassification JinaEmbeddingsV5Model JinaForRanking JinaVLForRanking K2HorizonForCausalLM K3DSparkModel
+    KananaVForConditionalGeneration KeyeForConditionalGeneration KeyeVL1_5ForConditionalGeneration
+    KimiK25ForConditionalGeneration KimiK3ForConditionalGeneration KimiK3MTPModel KimiLinearForCausalLM
+    KimiVLForConditionalGeneration Kolibri1ForCausalLM LLaMAForCausalLM LagunaForCausalLM Lfm2BidirectionalModel
+    Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration LiLiCorrDraftModel LightOnOCRForConditionalGeneration
+    Llama4ForCausalLM Llama4ForConditionalGeneration LlamaBidirectionalForSequenceClassification LlamaBidirectionalModel
+    LlamaForCausalLM LlamaForCausalLMEagle3 LlamaModel LlamaNemotronVLForSequenceClassification LlamaNemotronVLModel
+    Llama_Nemotron_Nano_VL LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+    LlavaNextVideoForConditionalGeneration LlavaOnevision2ForConditionalGeneration LlavaOnevisionForConditionalGeneration
+    LongCatFlashMTPModel LongcatFlashForCausalLM LongcatFlashNgramForCausalLM Mamba2ForCausalLM MambaForCausalLM
+    MellumForCausalLM MiDashengLMModel MiMoForCausalLM MiMoMTPModel MiMoV2FlashForCausalLM MiMoV2ForCausalLM MiMoV2MTPModel
+    MiMoV2OmniForCausalLM MiMoV2OmniMTPModel MiniCPM3ForCausalLM MiniCPMForCausalLM MiniCPMO
+    MiniCPMOcrForConditionalGeneration MiniCPMV MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration
+    MiniMaxM2ForCausalLM MiniMaxM3MTP MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration Ministral3ForCausalLM
+    Mistral3ForConditionalGeneration MistralForCausalLM MistralLarge3ForCausalLM MistralModel MixtralForCausalLM
+    ModernBertForSequenceClassification ModernBertForTokenClassification ModernBertModel ModernVBertModel
+    Molmo2ForConditionalGeneration MolmoForCausalLM Moondream3ForCausalLM MoonshotKimiaForCausalLM MossAudioModel
+    MossTranscribeDiarizeForConditionalGeneration MuseGlimmerAssistantModel MuseGlimmerForCausalLM
+    MuseGlimmerForConditionalGeneration MuseSparkDSparkModel MuseSparkForConditionalGeneration NVLM_D NanbeigeForCausalLM
+    NemotronForCausalLM NemotronHForCausalLM NemotronHMTPModel NemotronHPuzzleForCausalLM NemotronH_Nano_Omni_Reasoning_V3
+    NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration
+    NomicBertModel OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OlmoeForCausalLM
+    OpenAIPrivacyFilterForTokenClassification OpenCUAForConditionalGeneration OpenPanguMTPModel
+    OpenPanguVLForConditionalGeneration OpenVLAForActionPrediction OpsColQwen3Model OrionForCausalLM Ovis Ovis2_5
+    Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM PEagleDraftModel PaddleOCRVLForConditionalGeneration
+    PaliGemmaForConditionalGeneration PanguEmbeddedForCausalLM PanguProMoEV2ForCausalLM PanguUltraMoEForCausalLM
+    Param2MoEForCausalLM ParseAuxMTPModel PeagleLlamaForCausalLM PeagleQwen3ForCausalLM Phi3ForCausalLM Phi3VForCausalLM
+    Phi4ForCausalLMV Phi4MMForCausalLM PhiForCausalLM PhiMoEForCausalLM PixtralForConditionalGeneration Plamo3ForCausalLM
+    QianfanOCRForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2ForProcessRewardModel
+    Qwen2ForRewardModel Qwen2Model Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration Qwen2_5OmniForConditionalGeneration
+    Qwen2_5OmniModel Qwen2_5_VLForConditionalGeneration Qwen3ASRForConditionalGeneration
+    Qwen3ASRForcedAlignerForTokenClassification Qwen3ASRRealtimeGeneration Qwen3DSparkModel Qwen3ForCausalLM
+    Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3NextMTP Qwen3OmniDSparkModel Qwen3OmniMoeForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3VLNemotronEmbedModel Qwen3XPressModel
+    Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MTP Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
+    Qwen3_5MoeMTP Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration Qwen4ExpMTP RForConditionalGeneration
+    RadioMBartPrefixForCausalLM Rnj1ForCausalLM RobertaForMaskedLM RobertaForSequenceClassification
+    RobertaForTokenClassification RobertaModel SarvamMLAForCausalLM SarvamMoEForCausalLM SeedOssForCausalLM SiglipModel
+    SkyworkR1VChatModel SmolLM3ForCausalLM SmolVLMForConditionalGeneration SolarForCausalLM StableLmForCausalLM
+    Starcoder2ForCausalLM Step1ForCausalLM Step3TextForCausalLM Step3VLForConditionalGeneration Step3p5ForCausalLM Step3p5MTP
+    Step3p7ForConditionalGeneration Step5ForCausalLM Step5ForConditionalGeneration Step5MTP StepVLForConditionalGeneration
+    TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM Terratorch TransformersEmbeddingModel TransformersForCausalLM
+    TransformersForMTP TransformersForSequenceClassification TransformersMoEEmbeddingModel TransformersMoEForCausalLM
+    TransformersMoEForMTP TransformersMoEForSequenceClassification TransformersMultiModalEmbeddingModel
+    TransformersMultiModalForCausalLM TransformersMultiModalForSequenceClassification TransformersMultiModalMoEForCausalLM
+    UltravoxModel UnlimitedOCRForCausalLM VaultGemmaForCausalLM VibeVoiceAsrForConditionalGeneration
+    VoxtralForConditionalGeneration VoxtralRealtimeGeneration VoyageQwen3BidirectionalEmbedModel
+    WhisperForConditionalGeneration XLMRobertaForSequenceClassification XLMRobertaForTokenClassification XLMRobertaModel
+    Zamba2ForCausalLM
+    """
+)
+
+# Of these the classes do not implement SupportsPP.
+NO_PIPELINE = _names(
+    """
+    AliceAIForCausalLM AriaForConditionalGeneration BertForMaskedLM BertForSequenceClassification BertForTokenClassification
+    BertModel BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel CLIPModel CohereAsrForConditionalGeneration
+    ColBERTJinaRobertaModel ColBERTLfm2Model ColBERTModernBertModel ColModernVBertForRetrieval ColUltraVBertForRetrieval
+    D3ForSequenceClassification DiffusionGemmaForBlockDiffusion DomynEdgeForCausalLM DoryForCausalLM EmbeddingGemma2Model
+    FireRedASR2ForConditionalGeneration FunASRForConditionalGeneration GPT2ForSequenceClassification Gemma3TextModel
+    Gemma3nForCausalLM Gemma3nForConditionalGeneration GteModel GteNewForSequenceClassification GteNewModel HF_ColBERT
+    HrmTextForCausalLM IQuestLoopCoderForCausalLM Idefics3ForConditionalGeneration JinaForRanking Lfm2BidirectionalModel
+    LlamaBidirectionalForSequenceClassification LlamaBidirectionalModel Mamba2ForCausalLM ModernBertForSequenceClassification
+    ModernBertForTokenClassification ModernBertModel ModernVBertModel NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+    NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration NomicBertModel
+    OpenAIPrivacyFilterForTokenClassification PaddleOCRVLForConditionalGeneration Phi4MMForCausalLM
+    RadioMBartPrefixForCausalLM RobertaForMaskedLM RobertaForSequenceClassification RobertaForTokenClassification RobertaModel
+    SiglipModel SmolVLMForConditionalGeneration Terratorch VoyageQwen3BidirectionalEmbedModel WhisperForConditionalGeneration
+    XLMRobertaForSequenceClassification XLMRobertaForTokenClassification XLMRobertaModel Zamba2ForCausalLM
+    """
+)
+
+# The last version that had them.
+GONE = {
+    name: version
+    for version, names in {
+        "0.9.2": """
+    Phi3SmallForCausalLM
+        """,
+        "0.10.2": """
+    MotifForCausalLM Phi4FlashForCausalLM DonutForConditionalGeneration MllamaForConditionalGeneration
+        """,
+        "0.12.0": """
+    Phi4MultimodalForCausalLM
+        """,
+        "0.22.0": """
+    JAISLMHeadModel
+        """,
+        "0.23.0": """
+    ErnieModel ErnieForSequenceClassification ErnieForTokenClassification InternLM2VEForCausalLM QWenLMHeadModel
+    QwenVLForConditionalGeneration InternLMForCausalLM XverseForCausalLM Dots1ForCausalLM BambaForCausalLM MiniMaxForCausalLM
+    MiniMaxText01ForCausalLM MiniMaxM1ForCausalLM MiniMaxVL01ForConditionalGeneration BaiChuanForCausalLM BaichuanForCausalLM
+    Tarsier2ForConditionalGeneration
+        """,
+        "0.24.0": """
+    AquilaModel AquilaForCausalLM Grok1ModelForCausalLM Grok1ForCausalLM TarsierForConditionalGeneration
+    MantisForConditionalGeneration MusicFlamingoForConditionalGeneration AyaVisionForConditionalGeneration
+        """,
+        "0.25.0": """
+    TeleChatForCausalLM PersimmonForCausalLM FuyuForCausalLM
+        """,
+        "0.26.0": """
+    Plamo2ForCausalLM OuroForCausalLM
+        """,
+        "0.28.0": """
+    ArcticForCausalLM ChameleonForConditionalGeneration Cheers CheersForConditionalGeneration Fairseq2LlamaForCausalLM
+    FireRedLIDForConditionalGeneration GritLM HCXVisionForCausalLM MPTForCausalLM MptForCausalLM RWForCausalLM
+    StableLMEpochForCausalLM PrithviGeoSpatialMAE
+        """,
+    }.items()
+    for name in _names(names)
+}
+
+# Those that a plugin brings, and where it is.
+PLUGIN = {
+    "BartModel": "https://github.com/vllm-project/bart-plugin",
+    "BartForConditionalGeneration": "https://github.com/vllm-project/bart-plugin",
+    "Florence2ForConditionalGeneration": "https://github.com/vllm-project/bart-plugin",
+    "MBartForConditionalGeneration": "https://github.com/vllm-project/bart-plugin",
+    "Nemotron3_5AsrForRNNT": "https://github.com/Sohaib-Ahmed21/vllm-nemotron-asr-plugin",
+}
+
+QUANTIZATIONS = _names(
+    """
+    auto_awq auto_gptq awq awq_marlin compressed-tensors deepseek_v4_fp8 experts_int8 fbgemm_fp8 fp8 fp8_per_block
+    fp8_per_channel fp8_per_tensor fp_quant gpt_oss_mxfp4 gptq gptq_marlin humming inc int8_per_channel_weight_only modelopt
+    modelopt_fp4 modelopt_mixed modelopt_mxfp8 moe_wna16 mxfp4 mxfp8 nvfp4_per_token online quark torchao
+    """
+)
+
+VARIABLES = _names(
+    """
+    VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE
+    VLLM_ALLOW_INSECURE_SERIALIZATION VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_RUNTIME_LORA_UPDATING
+    VLLM_ALLREDUCE_USE_FLASHINFER VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC VLLM_ALLREDUCE_USE_SYMM_MEM VLLM_API_KEY
+    VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_AUDIO_FETCH_TIMEOUT VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_BATCH_INVARIANT
+    VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL
+    VLLM_CACHE_ROOT VLLM_CHAT_TEMPLATE_FUEL VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT
+    VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_COMPUTE_NANS_IN_LOGITS
+    VLLM_CONFIGURE_LOGGING VLLM_CONFIG_ROOT VLLM_CPU_ATTN_SPLIT_KV VLLM_CPU_CI_ENV VLLM_CPU_INT4_W4A8 VLLM_CPU_KVCACHE_SPACE
+    VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND VLLM_CUDART_SO_PATH VLLM_CUDA_COMPATIBILITY_PATH
+    VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_DBO_COMM_SMS VLLM_DCP_Q_REPLICATE VLLM_DEBUG_DUMP_PATH
+    VLLM_DEBUG_LOG_API_SERVER_RESPONSE VLLM_DEBUG_MFU_METRICS VLLM_DEBUG_WORKSPACE VLLM_DEEPEPLL_NVFP4_DISPATCH
+    VLLM_DEEPEP_BUFFER_SIZE_MB VLLM_DEEPEP_HIGH_THROUGHPUT_FORCE_INTRA_NODE VLLM_DEEPEP_LOW_LATENCY_USE_MNNVL
+    VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION VLLM_DEEPEP_V2_PREFER_OVERLAP
+    VLLM_DEEP_GEMM_WARMUP VLLM_DISABLED_KERNELS VLLM_DISABLE_COMPILE_CACHE VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION
+    VLLM_DISABLE_LOG_LOGO VLLM_DISABLE_PYNCCL VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_DISABLE_SHARED_EXPERTS_STREAM
+    VLLM_DISTRIBUTED_USE_SPLIT_GROUP VLLM_DOCKER_BUILD_CONTEXT VLLM_DO_NOT_TRACK VLLM_DP_MASTER_IP VLLM_DP_MASTER_PORT
+    VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_EC_SIDE_CHANNEL_HOST VLLM_EC_SIDE_CHANNEL_PORT
+    VLLM_ELASTIC_EP_DRAIN_REQUESTS VLLM_ELASTIC_EP_SCALE_UP_LAUNCH VLLM_ENABLE_COHERE_API VLLM_ENABLE_CUDAGRAPH_GC
+    VLLM_ENABLE_CUDA_COMPATIBILITY VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE VLLM_ENABLE_GEMM_RS VLLM_ENABLE_HPC_OPS
+    VLLM_ENABLE_INDUCTOR_COORDINATE_DESCENT_TUNING VLLM_ENABLE_INDUCTOR_MAX_AUTOTUNE VLLM_ENABLE_PREGRAD_PASSES
+    VLLM_ENABLE_RESPONSES_API_STORE VLLM_ENABLE_STARTUP_PLAN VLLM_ENABLE_V1_MULTIPROCESSING VLLM_ENFORCE_STRICT_TOOL_CALLING
+    VLLM_ENGINE_READY_TIMEOUT_S VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_FASTSAFETENSORS_QUEUE_SIZE
+    VLLM_FLASHINFER_ALLREDUCE_BACKEND VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS
+    VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_FLOAT32_MATMUL_PRECISION
+    VLLM_FORCE_AOT_LOAD VLLM_GC_DEBUG VLLM_GDN_DECODE_KERNEL VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS
+    VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPU_NIC_PCIE_MAPPING VLLM_GPU_SYNC_CHECK VLLM_HAS_FLASHINFER_CUBIN VLLM_HOST_IP
+    VLLM_HTTP_MAX_REQUEST_BODY_SIZE VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_HUMMING_INPUT_QUANT_CONFIG VLLM_HUMMING_MOE_GEMM_TYPE
+    VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_USE_F16_ACCUM VLLM_IMAGE_FETCH_TIMEOUT VLLM_IMAGE_TAG
+    VLLM_KEEP_ALIVE_ON_ENGINE_DEATH VLLM_KIMI_K3_AUX_ATTN_RES_STREAM VLLM_KIMI_K3_GEMM_AR VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT
+    VLLM_KV_CACHE_LAYOUT VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES VLLM_KV_OFFLOAD_MAX_BATCH_DESCRIPTORS VLLM_LOGGING_COLOR
+    VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOG_BATCHSIZE_INTERVAL
+    VLLM_LOG_MODEL_INSPECTION VLLM_LOG_STATS_INTERVAL VLLM_LOOPBACK_IP VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM
+    VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST VLLM_MAIN_CUDA_VERSION VLLM_MARLIN_INPUT_DTYPE
+    VLLM_MARLIN_USE_ATOMIC_ADD VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_MAX_AUDIO_DECODE_BYTES VLLM_MAX_AUDIO_DECODE_DURATION_S
+    VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_EMBED_DECODE_BYTES
+    VLLM_MAX_IMAGE_PIXELS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES
+    VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB VLLM_MAX_NUM_BAD_WORDS VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS
+    VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS
+    VLLM_MEDIA_CONNECTOR VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS
+    VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_MLA_DISABLE VLLM_MODEL_REDIRECT_PATH VLLM_MOE_ROUTING_SIMULATION_STRATEGY
+    VLLM_MOE_SKIP_PADDING VLLM_MOE_USE_DEEP_GEMM VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT VLLM_MOONCAKE_BOOTSTRAP_PORT
+    VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_DISK_STAGING_USABLE_RATIO VLLM_MOONCAKE_LOAD_RECV_THREADS
+    VLLM_MOONCAKE_STORE_TIER_LOG VLLM_MQ_MAX_CHUNK_BYTES_MB VLLM_MSGPACK_ZERO_COPY_THRESHOLD
+    VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD
+    VLLM_NCCL_INCLUDE_PATH VLLM_NCCL_SO_PATH VLLM_NIC_SELECTION_VARS VLLM_NIXL_SIDE_CHANNEL_HOST VLLM_NIXL_SIDE_CHANNEL_PORT
+    VLLM_NO_USAGE_STATS VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME VLLM_P2P_HANDSHAKE_TIMEOUT_S
+    VLLM_P2P_IDLE_TIMEOUT_S VLLM_P2P_MAX_PEERS VLLM_P2P_SIDE_CHANNEL_HOST VLLM_P2P_SIDE_CHANNEL_PORT VLLM_PATTERN_MATCH_DEBUG
+    VLLM_PLUGINS VLLM_PORT VLLM_PP_LAYER_PARTITION VLLM_PROCESS_NAME_PREFIX VLLM_RAISE_ON_LOGIT_NANS
+    VLLM_RANDOMIZE_DP_DUMMY_INPUTS VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS
+    VLLM_RAY_EXTRA_ENV_VARS_TO_COPY VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY VLLM_RAY_PER_WORKER_GPUS
+    VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_REPLICATE_EMBED VLLM_REQUEST_BODY_LOG_LEVEL VLLM_RINGBUFFER_WARNING_INTERVAL
+    VLLM_ROCM_AITER_MLA_ASM_PADDING VLLM_ROCM_AITER_MOE_DISPATCH_POLICY VLLM_ROCM_FP8_MFMA_PAGE_ATTN VLLM_ROCM_FP8_PADDING
+    VLLM_ROCM_MOE_PADDING VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE
+    VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB
+    VLLM_ROCM_QUICK_REDUCE_QUANTIZATION VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT
+    VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_CUSTOM_AR VLLM_ROCM_USE_AITER_FP4BMM
+    VLLM_ROCM_USE_AITER_FP8BMM VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS VLLM_ROCM_USE_AITER_LINEAR
+    VLLM_ROCM_USE_AITER_LINEAR_HIPBMM VLLM_ROCM_USE_AITER_MHA VLLM_ROCM_USE_AITER_MLA VLLM_ROCM_USE_AITER_MOE
+    VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_USE_AITER_MOE_SITUV2 VLLM_ROCM_USE_AITER_RMSNORM
+    VLLM_ROCM_USE_AITER_TRITON_GEMM VLLM_ROCM_USE_AITER_TRITON_ROPE VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA
+    VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION VLLM_ROCM_USE_SKINNY_GEMM VLLM_RPC_BASE_PATH VLLM_RUST_FRONTEND_PATH
+    VLLM_SERVER_DEV_MODE VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD VLLM_SKIP_MODEL_NAME_VALIDATION VLLM_SKIP_P2P_CHECK
+    VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_SKIP_VERSION_SUFFIX VLLM_SPARSE_INDEXER_MAX_LOGITS_MB VLLM_SSM_CONV_STATE_LAYOUT
+    VLLM_STEP5_SHARD_SP_SHARED_EXPERT VLLM_SYSTEM_START_DATE VLLM_TARGET_DEVICE VLLM_TEST_FORCE_LOAD_FORMAT
+    VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_TPU_USING_PATHWAYS VLLM_TRACE_FUNCTION
+    VLLM_TRITON_FORCE_FIRST_CONFIG VLLM_TRITON_JIT_WARMUP_NUM_THREADS VLLM_TRITON_USE_TD VLLM_TUNED_CONFIG_FOLDER
+    VLLM_USAGE_SOURCE VLLM_USAGE_STATS_SERVER VLLM_USE_AOT_COMPILE VLLM_USE_BREAKABLE_CUDAGRAPH VLLM_USE_BYTECODE_HOOK
+    VLLM_USE_DEEP_GEMM VLLM_USE_DEEP_GEMM_E8M0 VLLM_USE_DEEP_GEMM_TMA_ALIGNED_SCALES VLLM_USE_DIRECT_DCP_A2A
+    VLLM_USE_DIRECT_DCP_KV_GATHER VLLM_USE_DIRECT_DCP_Q_GATHER VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_USE_FASTOKENS
+    VLLM_USE_FLASHINFER_MOE_INT4 VLLM_USE_FLASHINFER_SAMPLER VLLM_USE_FUSED_MOE_GROUPED_TOPK VLLM_USE_HW_AGNOSTIC
+    VLLM_USE_LAYERNAME VLLM_USE_MEGA_AOT_ARTIFACT VLLM_USE_MODELSCOPE VLLM_USE_NCCL_SYMM_MEM VLLM_USE_OINK_OPS
+    VLLM_USE_PRECOMPILED VLLM_USE_PRECOMPILED_RUST VLLM_USE_RUST_BENCH VLLM_USE_RUST_FRONTEND VLLM_USE_SIMPLE_KV_OFFLOAD
+    VLLM_USE_SPINLOOP_EXT VLLM_USE_STANDALONE_COMPILE VLLM_USE_TRITON_AWQ VLLM_USE_V2_MODEL_RUNNER
+    VLLM_V1_OUTPUT_PROC_CHUNK_SIZE VLLM_V1_USE_OUTLINES_CACHE VLLM_VIDEO_FETCH_TIMEOUT VLLM_VIDEO_LOADER_BACKEND
+    VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY VLLM_WEIGHT_OFFLOADING_DISABLE_UVA VLLM_WORKER_MULTIPROC_METHOD
+    VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_XGRAMMAR_CACHE_MB VLLM_XLA_CACHE_PATH
+    VLLM_XLA_CHECK_RECOMPILATION VLLM_XLA_USE_SPMD VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND
+    VLLM_XPU_PP_MICROBATCH VLLM_XPU_USE_SAMPLER_KERNEL VLLM_ZENTORCH_WEIGHT_PREPACK
+    """
+)

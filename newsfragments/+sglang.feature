@@ -1,0 +1,1 @@
+Engine `sglang` runs SGLang on one node or several: every port it would choose itself is given, its key goes by a file, its arguments are checked against the installed version's flags, and its ends are diagnosed.

@@ -39,7 +39,7 @@ from llmgw.agent.statefolder import StateFolder
 from llmgw.agent.supervisor import Supervisor
 from llmgw.config.agent import AgentSettings
 from llmgw.errors import LlmgwError
-from llmgw.fleet.node import Inventory, NodeFacts
+from llmgw.fleet.node import Installation, Inventory, NodeFacts
 from llmgw.fleet.plain import to_plain
 from llmgw.fleet.shard import ShardOrder, ShardReport, ShardState, Wanted
 from llmgw.interfaces import IEngineAdapter
@@ -99,6 +99,7 @@ class Node:
         self._reporting: Any = None
         self._shown: Inventory | None = None
         self._facts: NodeFacts | None = None
+        self._installed: tuple[Installation, ...] = ()
         self._around: Surroundings
         self._checks = Checks(settings, adapters, equipment, self._held, lambda: self._facts, new_key, clock)
 
@@ -157,6 +158,7 @@ class Node:
     def register(self, fleet: str, local_address: str) -> Register:
         """Everything."""
         inventory = self._shown = self._equipment.inventory or Inventory(0, 0, problem="not taken yet")
+        installations = self._installed = self._equipment.installations()
         settings = self._settings
         self._facts = NodeFacts(
             name=settings.node,
@@ -165,7 +167,7 @@ class Node:
             ports=settings.ports,
             labels=settings.labels,
             fabrics=settings.fabrics,
-            installations=self._equipment.installations(),
+            installations=installations,
             model_roots=tuple(map(str, settings.models)),
             version=__version__,
         )
@@ -187,10 +189,13 @@ class Node:
         self._send = None
 
     def report(self, beat: int = 0) -> Report:
-        """All shards; the inventory if it is another than the server has."""
+        """All shards; inventory and installations if they are others than the server has."""
         inventory, before = self._equipment.inventory, self._shown
         self._shown = inventory or before
-        return Report(0, 0, self._reports(), None if inventory == before else inventory, beat, self._clock())
+        installed, former = self._equipment.installations(), self._installed
+        self._installed = installed
+        news = None if inventory == before else inventory
+        return Report(0, 0, self._reports(), news, beat, self._clock(), None if installed == former else installed)
 
     def _reports(self) -> tuple[ShardReport, ...]:
         return tuple(supervisor.report() for _, supervisor in sorted(self._shards.items()))

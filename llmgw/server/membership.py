@@ -91,7 +91,10 @@ class Membership:
             return False
         told = Told({report.shard: report for report in message.shards}, message.epoch, message.revision, complete=True)
         facts = here.facts if message.inventory is None else evolve(here.facts, inventory=message.inventory)
+        if message.installations is not None:
+            facts = evolve(facts, installations=message.installations)
         changed = _gist(told) != _gist(here.told) or _room_changed(here.facts.inventory, facts.inventory)
+        changed = changed or facts.installations != here.facts.installations
         self.present[node] = evolve(here, facts=facts, told=told)
         self.last[node] = told
         for report in message.shards:

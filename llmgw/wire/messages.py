@@ -32,9 +32,9 @@ C{register}    agent     protocol, node, instance, boot, epoch, leader, facts, s
 C{accepted}    server    session, epoch, leader, revision                                                         C{report}
 C{desired}     leader    epoch, leader, revision, part, parts, orders: one L{ShardOrder} each                     C{done} each,
                                                                                                                   C{report}
-C{report}      agent     epoch, revision, shards, inventory, beat, clock: epoch and revision as last applied,     -
-                         all shards (none is news), the inventory when it changed, else null; the serial of
-                         the beat that it answers, else 0
+C{report}      agent     epoch, revision, shards, inventory, beat, clock, installations: epoch and revision as     -
+                         last applied, all shards (none is news), inventory and installations when they
+                         changed, else null; the serial of the beat that it answers, else 0
 C{event}       agent     shard, attempt, before, after, reason, diagnosis, tail, at                               -
 C{inspect}     leader    operation, epoch, leader, weights, engine                                                C{done}
 C{fetch_log}   leader    operation, epoch, leader, shard, attempt, offset, limit                                  C{done}
@@ -81,7 +81,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from llmgw.fleet.node import Inventory, NodeFacts
+from llmgw.fleet.node import Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Diagnosis, ShardOrder, ShardReport
 
 PROTOCOL = 1
@@ -168,6 +168,7 @@ class Report:
     inventory: Inventory | None = None
     beat: int = 0
     clock: float = 0.0
+    installations: tuple[Installation, ...] | None = None
 
 
 @frozen

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import json
 import signal
+import sys
 import threading
 import time
 
@@ -209,6 +211,44 @@ def test_f16_a_rollout_goes_on_after_kill_9_of_the_server_under_load(fleet):
     changed(fleet, before)
     load.end()
     assert rollout(fleet)["state"] == "done"
+
+
+def install_vllm(fleet, version):
+    """Put a vLLM of this version, a stand-in, where the agent's configuration says."""
+    path = fleet.folder / "vllm"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo {version} || exec {sys.executable} -m llmgw.testing.standin_vllm "$@"\n'
+    )
+    path.chmod(0o755)
+    return f"engines: {{vllm: {{command: [{path}]}}}}\n"
+
+
+@pytest.mark.slow
+def test_a_replaced_installation_is_taken_up_replica_by_replica_under_load(fleet):
+    """Status says which engines still run the former version, and the command it names changes all of them, none at once."""
+    (fleet.folder / "models" / "llama").mkdir(parents=True)
+    shape = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64}
+    (fleet.folder / "models" / "llama" / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 4096}))
+    profile = "profile: {engine: vllm, weights: llama, context: 2048, resources: {devices: 0, host_memory: 16MiB}}"
+    fleet.write_server(" []")
+    fleet.write_agent("n1", install_vllm(fleet, "0.33.0"))
+    fleet.start_server()
+    fleet.start_agent("n1")
+    until(lambda: "0.33.0" in [each["version"] for each in fleet.status()["nodes"][0]["installations"]], "its version", 60)
+    fleet.llmgw("apply", str(fleet.write_server(f"\n  - name: m\n    replicas: 2\n    {profile}\n")))
+    before = {shard["pid"] for shard in fleet.ready(count=2, seconds=60)}
+    load = Load(fleet, 2)
+    install_vllm(fleet, "0.34.0")
+    fleet.end("n1")
+    fleet.start_agent("n1")
+    remark = "m/1/0, m/2/0 still on vllm 0.33.0, 0.34.0 is installed: llmgw restart --node n1"
+    until(lambda: remark in fleet.status()["nodes"][0]["notes"], "status remarks it", 60)
+    fleet.llmgw("restart", "--node", "n1")
+    fleet.llmgw("wait", "m", "--timeout", "50s")
+    changed(fleet, before)
+    load.end()
+    assert {shard["version"] for shard in fleet.shards()} == {"0.34.0"}
+    assert not fleet.status()["nodes"][0]["notes"]
 
 
 @pytest.mark.slow

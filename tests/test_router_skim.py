@@ -14,7 +14,7 @@ from llmgw.router import skim
 from llmgw.router.errors import Refusal
 from llmgw.router.table import RoutedModel
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
-from tests.router_rig import DONE, EVENTS, OK, Rig, plain, request_bytes, stream, until
+from tests.router_rig import DONE, EVENTS, OK, Rig, descriptors, idle, plain, request_bytes, stream, until
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +215,18 @@ def test_g1_streams_go_on_while_a_large_body_is_read(rig):
             follower.join()
         assert len(waits) > 40
         assert sorted(waits)[len(waits) * 95 // 100] < 0.15
+
+
+def test_client_leaves_while_its_body_is_read(rig):
+    """Nothing is asked of an engine then, nothing stays in flight, and the worker goes on."""
+    body = b'{"model":"m","messages":[' + b'{"role":"user","content":"hi"},' * 650_000 + b"1]}"
+    with ScriptedEngine(plain) as engine:
+        rig.use(engine)
+        rig.post()
+        before = descriptors(rig)
+        with rig.client() as raw:
+            raw.send(request_bytes(body))
+        assert [rig.post()[0] for _ in range(20)] == [200] * 20
+        idle(rig)
+        until(lambda: descriptors(rig) <= before, 5, "the body's file closed")
+        assert len(engine.requests) == 21

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest_twisted
 
 from llmgw.agent.inventory import NodeInventory
+from llmgw.agent.known_devices import KnownDevices
+from llmgw.agent.system import infiniband, loopback
 
 STUB = """
 import json, os, time
@@ -38,6 +40,16 @@ class P:
     def __init__(self, pid, m): self.pid, self.usedGpuMemory = pid, m
 def nvmlDeviceGetComputeRunningProcesses_v3(d): return [P(*row) for row in d.get("processes", [])]
 def nvmlDeviceGetFieldValues(d, f): need(d, "fields"); raise NVMLError(3)
+class Bus:
+    def __init__(self, d): self.busId = d.get("bus", "00000000:3B:00.0").encode()
+def nvmlDeviceGetPciInfo(d): return Bus(d)
+NVML_P2P_STATUS_OK = 0
+def nvmlDeviceGetP2PStatus(a, b, index):
+    need(a, "p2p")
+    return 0 if b["uuid"] in a.get("peers", []) else 5
+class c_nvmlGpuFabricInfo_t: state = 0
+def byref(info): return info
+def nvmlDeviceGetGpuFabricInfo(d, info): need(d, "fabric"); info.state = d.get("fabric", 0); return 0
 def nvmlDeviceGetMigMode(d): return (1, 1) if d.get("mig") else (0, 0)
 def nvmlDeviceGetMaxMigDeviceCount(d): return 7
 def nvmlDeviceGetMigDeviceHandleByIndex(d, i):
@@ -55,11 +67,19 @@ class Stubbed:
         from twisted.internet import reactor
 
         (folder / "pynvml.py").write_text(STUB)
+        (folder / "kmsg").touch()
         self.environment = {**os.environ, "PYTHONPATH": str(folder)}
         marker = options.pop("marker", lambda pid: None)
         self.clock = [1000.0]
         self.inventory = NodeInventory(
-            reactor, options.pop("devices", "auto"), folder, marker, lambda: self.clock[0], self.environment, **options
+            reactor,
+            options.pop("devices", "auto"),
+            folder,
+            marker,
+            lambda: self.clock[0],
+            self.environment,
+            kmsg=folder / "kmsg",
+            **options,
         )
 
     def take(self, **plan):
@@ -149,3 +169,73 @@ async def test_this_machine_without_a_stub(tmp_path):
 
     found = await NodeInventory(reactor, "auto", tmp_path, lambda pid: None, lambda: 0.0).take()
     assert found.cpus >= 1 and found.memory_total > 2**28 and found.disk_free
+
+
+@pytest_twisted.ensureDeferred
+async def test_h5_a_device_told_twice_is_one_device(tmp_path):
+    """H5: by its UUID, whatever its index."""
+    found = (await Stubbed(tmp_path).take(devices=[GPU, GPU | {"used": 9}])).devices
+    assert [device.uuid for device in found] == ["GPU-a"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_h8_a_vanished_device_is_missed_after_the_agent_began_anew_with_its_xid(tmp_path):
+    """H8: since when stays, the kernel's log says why, and a device without a UUID is the one missing there."""
+    lines = "3,1,2,-;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+    known = tmp_path / "devices.json"
+    first = Stubbed(tmp_path, known=KnownDevices(known))
+    await first.take(devices=[GPU])
+    first.clock[0] = 2000.0
+    await first.take(devices=[])
+    (tmp_path / "kmsg").write_text("6,0,1,-;NVRM: loading\n" + lines)
+    second = Stubbed(tmp_path, known=KnownDevices(known))
+    second.clock[0] = 9000.0
+    (gone,) = (await second.take(devices=[])).devices
+    assert (gone.uuid, gone.missing_since) == ("GPU-a", 2000.0)
+    assert gone.kernel_log == "Xid 79: GPU has fallen off the bus"
+    (nameless,) = (await second.take(devices=[GPU | {"handle": 15}])).devices
+    assert (nameless.uuid, nameless.missing_since) == ("GPU-a", 2000.0) and "lost" in nameless.problem
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_kernel_log_that_cannot_be_read_is_said(tmp_path):
+    """Of the device in question only, with the file and the reason."""
+    stubbed = Stubbed(tmp_path)
+    stubbed.environment["PATH"] = ""
+    (tmp_path / "kmsg").unlink()
+    await stubbed.take(devices=[GPU, GPU | {"uuid": "GPU-b"}])
+    gone, well = sorted((await stubbed.take(devices=[GPU | {"uuid": "GPU-b"}])).devices, key=lambda device: device.uuid)
+    assert f"cannot be read ({tmp_path / 'kmsg'}: No such file" in gone.kernel_log and "journal" in gone.kernel_log
+    assert well.kernel_log == ""
+
+
+@pytest_twisted.ensureDeferred
+async def test_h7_instances_that_were_taken_apart_are_not_missed(tmp_path):
+    """H7: while their parent is well; with the parent they are missed, too."""
+    stubbed = Stubbed(tmp_path)
+    await stubbed.take(devices=[GPU | {"mig": [{"uuid": "MIG-1", "total": 10, "used": 1}]}])
+    found = (await stubbed.take(devices=[GPU | {"mig": [{"uuid": "MIG-2", "total": 10, "used": 1}]}])).devices
+    assert [device.uuid for device in found] == ["GPU-a", "MIG-2"]
+    assert {d.uuid for d in (await stubbed.take(devices=[])).devices if d.missing_since} == {"GPU-a", "MIG-2"}
+
+
+@pytest_twisted.ensureDeferred
+async def test_peers_and_the_switch_fabric_are_told(tmp_path):
+    """Unknown where the driver does not say, which is not the same as none."""
+    other = GPU | {"uuid": "GPU-b", "fabric": 2, "fails": {"p2p": 3}}
+    one, two = (await Stubbed(tmp_path).take(devices=[GPU | {"peers": ["GPU-b"], "fabric": 3}, other])).devices
+    assert (one.peers, one.fabric, two.peers, two.fabric) == (("GPU-b",), "completed", None, "in progress")
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_systems_limits_are_told(tmp_path):
+    """What engines trip over: files, locked memory, shared memory, compilers."""
+    found = await Stubbed(tmp_path, devices="none").take()
+    assert found.nofile > 0 and found.shm_free and found.kernel and found.compilers is not None
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.1.1 n1 # Debian\n10.0.0.2 n2\n")
+    assert [loopback(hosts, name) for name in ("n1", "n2", "n3")] == [True, False, None]
+    ports = tmp_path / "ib" / "mlx5_0" / "ports" / "1"
+    ports.mkdir(parents=True)
+    (ports / "state").write_text("4: ACTIVE\n")
+    assert infiniband(tmp_path / "ib") and not infiniband(tmp_path / "none")

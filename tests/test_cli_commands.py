@@ -106,6 +106,12 @@ def test_what_the_server_cannot_yet_is_said(admin, capsys):  # noqa: F811
         ("cordon n1 n2", "POST /v1/cordon", {"nodes": ["n1", "n2"]}),
         ("uncordon n1", "POST /v1/uncordon", {"nodes": ["n1"]}),
         (
+            "cordon n1 --device GPU-a --reason fan",
+            "POST /v1/cordon",
+            {"nodes": ["n1"], "device": "GPU-a", "reason": "fan"},
+        ),
+        ("uncordon n1 --device GPU-a", "POST /v1/uncordon", {"nodes": ["n1"], "device": "GPU-a"}),
+        (
             "drain n1 --deadline 30m --force",
             "POST /v1/drain",
             {"nodes": ["n1"], "deadline": 1800.0, "force": True, "allow_outage": False},

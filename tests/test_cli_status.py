@@ -168,6 +168,23 @@ def test_a_router_alone_has_no_fleet(admin, capsys):  # noqa: F811
     assert capsys.readouterr().out == "r1 router · catalog 3\n"
 
 
+def test_one_node_shows_each_device_and_who_holds_it(admin, capsys):  # noqa: F811
+    """Claimed beside observed, foreign processes by pid, a cordon with its age; an unknown node is told with those there are."""
+    gpu = {"uuid": "GPU-a", "index": 0, "name": "H100", "capability": "9.0", "memory_total": 80 * 2**30, "memory_claimed": 0}
+    gpu |= {"memory_reserved": 2**30, "memory_used": 7 * 2**30, "foreign": [{"pid": 8123, "name": "python3", "memory": 6 << 30}]}
+    gpu |= {"problem": "cordoned by alice: fan", "cordon": {"since": 0.0, "reason": "fan", "by": "alice"}, "shards": ["m/1/0"]}
+    node = {"name": "n1", "state": "ready", "devices": [gpu], "driver": "580.65", "nofile": 4096, "memlock": None}
+    admin.answers["GET /v1/nodes"] = {"nodes": [node]}
+    assert admin.run("status", "n1") == 0
+    said = capsys.readouterr().out
+    assert "driver 580.65 · 4096 open files" in said
+    row = next(line for line in said.splitlines() if "GPU-a" in line)
+    assert row.split()[:4] == ["0", "GPU-a", "H100", "9.0"] and "80 GiB" in row.replace(".0", "")
+    assert "m/1/0, pid 8123 python3 (6.0 GiB, not ours)" in row and "fan, cordoned since 1970-01-01" in row
+    assert admin.run("node", "show", "n2") == 1
+    assert "no node is called n2; known: n1" in capsys.readouterr().err
+
+
 def test_what_nodes_say_cannot_act_on_the_terminal(admin, capsys):  # noqa: F811
     """Names and reasons are escaped: a compromised node draws nothing."""
     answer = fleet()

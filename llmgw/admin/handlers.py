@@ -164,16 +164,27 @@ class Handlers:
         return {"text": text, "lines": lines, "nodes": nodes, "deadline": limit}
 
     async def cordon(self, fields: Fields) -> Data:
-        """Close nodes."""
+        """Close nodes, or one device of a node."""
         nodes = fields.texts("nodes")
+        if device := fields.text("device", None):
+            return await self._cordon_device(fields, nodes, device, True)
         await self._server.operations.cordon(nodes, True, fields.by)
         return {"text": f"{', '.join(nodes)}: cordoned; what runs there goes on", "nodes": nodes}
 
     async def uncordon(self, fields: Fields) -> Data:
-        """Open nodes."""
+        """Open nodes, or one device of a node."""
         nodes = fields.texts("nodes")
+        if device := fields.text("device", None):
+            return await self._cordon_device(fields, nodes, device, False)
         await self._server.operations.cordon(nodes, False, fields.by)
         return {"text": f"{', '.join(nodes)}: open for new replicas", "nodes": nodes}
+
+    async def _cordon_device(self, fields: Fields, nodes: list[str], device: str, on: bool) -> Data:
+        if len(nodes) != 1:
+            raise BadRequest("a device is of one node: name that one")
+        await self._server.operations.cordon_device(nodes[0], device, on, fields.text("reason", ""), fields.by)
+        said = "cordoned; what runs on it goes on" if on else "open for new replicas"
+        return {"text": f"{nodes[0]} device {device}: {said}", "nodes": nodes, "device": device}
 
     async def restart(self, fields: Fields) -> Data:
         """Replace replicas."""

@@ -1,17 +1,17 @@
-"""What the node's hardware is: processors, memory, disk, and its GPUs by NVML in a child process.
+"""What the node's hardware is: processors, memory, disk, and its GPUs, which NVML and amdsmi tell in child processes.
 
-A device that was seen and is missing is still told, with the time since when; a library that hangs or fails costs the GPUs'
-news and nothing else. No GPU at all is normal.
+A device that was seen and is missing is still told, with the time since when and what the kernel's log says of it; a library
+that hangs or fails costs its GPUs' news and nothing else. No GPU at all is normal.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cattrs
@@ -20,33 +20,18 @@ from twisted.internet.defer import Deferred
 from twisted.logger import Logger
 from zope.interface import implementer
 
-from llmgw.agent import nvml_child
+from llmgw.agent import amdsmi_child, kernel_log, nvml_child
 from llmgw.agent.child import ChildFailed, run_child
+from llmgw.agent.kernel_log import bus_of
+from llmgw.agent.known_devices import KnownDevices
+from llmgw.agent.system import system_facts
 from llmgw.fleet.node import Device, DeviceProcess, Inventory
 from llmgw.interfaces import IInventory
 
 DEADLINE = 20.0
-
-
-def memory() -> tuple[int, int | None]:
-    """Total and available bytes of host memory; the cgroup's limit where it is lower."""
-    with open("/proc/meminfo") as file:
-        rows = dict(line.split(":", 1) for line in file)
-    total, available = (int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-    except (OSError, ValueError):
-        return total, available
-    return min(total, limit), min(available, limit)
-
-
-def free_bytes(path: str) -> int | None:
-    """What an unprivileged process can still write below C{path}."""
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
+# The AMD driver's device: without it amdsmi is not asked, with it that amdsmi is missing is worth a word.
+KFD = Path("/dev/kfd")
+KMSG = Path("/dev/kmsg")
 
 
 @implementer(IInventory)
@@ -56,6 +41,7 @@ class NodeInventory:
     @param disk: the folder whose free space counts.
     @param marker: the shard that a process belongs to, None for a stranger's.
     @param clock: wall time: since when a device is missing.
+    @param known: the devices that this node has had.
     """
 
     log = Logger()
@@ -69,6 +55,9 @@ class NodeInventory:
         clock: Callable[[], float],
         environment: Mapping[str, str] = os.environ,
         deadline: float = DEADLINE,
+        known: KnownDevices | None = None,
+        kfd: Path = KFD,
+        kmsg: Path = KMSG,
     ) -> None:
         self._reactor = reactor
         self._wanted = devices
@@ -77,43 +66,49 @@ class NodeInventory:
         self._clock = clock
         self._environment = environment
         self._deadline = deadline
-        self._last: dict[str, Device] = {}
+        self._known = known or KnownDevices()
+        self._kfd = kfd
+        self._kmsg = kmsg
 
     def take(self) -> Deferred[Inventory]:
         """The inventory now; never errbacks for what a device or library does."""
         return Deferred.fromCoroutine(self._take())
 
     async def _take(self) -> Inventory:
-        total, available = memory()
-        inventory = Inventory(
-            cpus=len(os.sched_getaffinity(0)),
-            memory_total=total,
-            memory_available=available,
-            shm_free=free_bytes("/dev/shm"),
-            disk_free=free_bytes(str(self._disk)),
-            nofile=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-            kernel=os.uname().release,
-        )
+        inventory = Inventory(**system_facts(self._disk, self._environment))
         if self._wanted == "none":
             return inventory
-        try:
-            said = await self._ask()
-        except ChildFailed as error:
-            self.log.error("cannot look at the GPUs: {error}", error=str(error))
-            return evolve(inventory, devices=tuple(self._last.values()), problem=f"cannot look at the GPUs: {error}")
-        devices = self._with_missing([self._device(row) for row in said["devices"]])
+        self._known.load()
+        said = [await self._ask(nvml_child, "nvidia")]
+        if self._kfd.exists():
+            said.append(await self._ask(amdsmi_child, "amd"))
+        found = [self._device(row) for each in said for row in each["devices"]]
+        devices = await self._explained(self._known.seen(filter(self._ours, found), self._clock()))
         return evolve(
-            inventory, devices=devices, driver=said.get("driver"), cuda=said.get("cuda"), problem=said.get("problem", "")
+            inventory,
+            devices=devices,
+            driver=next((each["driver"] for each in said if each.get("driver")), None),
+            cuda=said[0].get("cuda"),
+            problem="; ".join(each["problem"] for each in said if each.get("problem")),
         )
 
-    async def _ask(self) -> dict[str, Any]:
-        argv = [sys.executable, nvml_child.__file__]
-        output = await run_child(self._reactor, argv, self._environment, self._deadline)
+    async def _ask(self, library: ModuleType, kind: str) -> dict[str, Any]:
+        """What a library's child says; of one that fails, what was known before, with the problem."""
+        try:
+            return await self._read([sys.executable, str(library.__file__)])
+        except ChildFailed as error:
+            text = f"cannot look at the {kind} GPUs: {error}"
+            self.log.error("{text}", text=text)
+            unstructured = cattrs.unstructure([device for device in self._known.last.values() if device.kind == kind])
+            return {"devices": unstructured, "problem": text}
+
+    async def _read(self, argv: list[str], deadline: float | None = None) -> dict[str, Any]:
+        output = await run_child(self._reactor, argv, self._environment, deadline or self._deadline)
         try:
             said: dict[str, Any] = json.loads(output.text)
         except ValueError:
             last = (output.text.strip().splitlines() or ["nothing"])[-1][:200]
-            raise ChildFailed(f"NVML's child ended with status {output.status} and said: {last}") from None
+            raise ChildFailed(f"{Path(argv[1]).stem} ended with status {output.status} and said: {last}") from None
         return said
 
     def _device(self, row: Mapping[str, Any]) -> Device:
@@ -123,13 +118,22 @@ class NodeInventory:
     def _marked(self, process: DeviceProcess) -> DeviceProcess:
         return evolve(process, shard=self._marker(process.pid))
 
-    def _with_missing(self, found: list[Device]) -> tuple[Device, ...]:
-        """What was found and is ours to use, and behind it what was there before and is not any more."""
-        ours = [d for d in found if self._wanted == "auto" or d.uuid in self._wanted or d.parent in self._wanted]
-        now = {device.uuid: device for device in ours}
-        for uuid, before in self._last.items():
-            if uuid not in now and not uuid.startswith("index-"):
-                since = before.missing_since or self._clock()
-                now[uuid] = evolve(before, missing_since=since, processes=(), memory_used=None)
-        self._last = now
-        return tuple(now.values())
+    def _ours(self, device: Device) -> bool:
+        return self._wanted == "auto" or device.uuid in self._wanted or device.parent in self._wanted
+
+    async def _explained(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        """The same with what the kernel's log says of those that are not well; it is not read while all are."""
+        if all(not device.problem and device.missing_since is None for device in devices):
+            return devices
+        try:
+            said = await self._read([sys.executable, str(kernel_log.__file__), str(self._kmsg)])
+        except ChildFailed as error:
+            said = {"faults": {}, "problem": f"the kernel's log cannot be read: {error}"}
+        return tuple(evolve(device, kernel_log=_told(device, said)) for device in devices)
+
+
+def _told(device: Device, said: Mapping[str, Any]) -> str:
+    if not device.problem and device.missing_since is None:
+        return ""
+    found: str = said["faults"].get(bus_of(device.bus), "") if device.bus else ""
+    return found or said["problem"] or "nothing of it in the kernel's log"

@@ -23,6 +23,8 @@ PROBLEMS = {
 }
 RECOVERY = {1: "GPU reset", 2: "reboot of the node", 4: "drain and reset", 6: "bus reset", 7: "reboot of the system"}
 RECOVERY_FIELD = 230
+FABRIC = {1: "not started", 2: "in progress", 3: "completed"}
+READ = 0  # NVML_P2P_CAPS_INDEX_READ, which the bindings have as a tuple by mistake
 
 
 def text(value: Any) -> str:
@@ -35,6 +37,7 @@ class Reader:
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
+        self._handles: dict[str, Any] = {}
 
     def maybe(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The answer, or None where this device or driver has none. A lost device is told, not left out.
@@ -54,6 +57,9 @@ class Reader:
         devices: list[dict[str, Any]] = []
         for index in range(nvml.nvmlDeviceGetCount()):
             devices += self._at(index)
+        for device in devices:
+            if device["uuid"] in self._handles:
+                device["peers"] = self._peers(device["uuid"])
         cuda = self.maybe(nvml.nvmlSystemGetCudaDriverVersion_v2)
         driver = self.maybe(nvml.nvmlSystemGetDriverVersion)
         return {"devices": devices, "driver": text(driver) if driver else None, "cuda": cuda, "problem": ""}
@@ -67,6 +73,8 @@ class Reader:
             why = PROBLEMS.get(error.value, f"NVML cannot read this GPU: {error}")
             yield {"uuid": f"index-{index}", "index": index, "name": "unknown", "problem": why}
             return
+        if not whole["problem"]:
+            self._handles[whole["uuid"]] = handle
         yield whole
         yield from self._instances(handle, whole)
 
@@ -79,9 +87,39 @@ class Reader:
             capability = self.maybe(nvml.nvmlDeviceGetCudaComputeCapability, handle)
             found["capability"] = list(capability) if capability else None
             found["processes"] = self._processes(handle)
+            found["bus"] = self._bus(handle)
+            found["fabric"] = self._fabric(handle)
             found["problem"] = self._recovery(handle)
         except nvml.NVMLError as error:
             found = {"name": "unknown"} | found | {"problem": PROBLEMS.get(error.value, str(error))}
+        return found
+
+    def _bus(self, handle: Any) -> str:
+        found = self.maybe(self._nvml.nvmlDeviceGetPciInfo, handle)
+        return text(found.busId) if found is not None else ""
+
+    def _fabric(self, handle: Any) -> str | None:
+        """How far its NVSwitch fabric is; None where it is on none."""
+        nvml = self._nvml
+        if not hasattr(nvml, "nvmlDeviceGetGpuFabricInfo"):
+            return None
+        info = nvml.c_nvmlGpuFabricInfo_t()
+        if self.maybe(nvml.nvmlDeviceGetGpuFabricInfo, handle, nvml.byref(info)) is None:
+            return None
+        return FABRIC.get(int(info.state))
+
+    def _peers(self, uuid: str) -> list[str] | None:
+        """The devices whose memory it reaches directly; None where the driver does not say."""
+        nvml = self._nvml
+        found: list[str] = []
+        for other, handle in self._handles.items():
+            if other == uuid:
+                continue
+            try:
+                status = nvml.nvmlDeviceGetP2PStatus(self._handles[uuid], handle, READ)
+            except nvml.NVMLError:
+                return None
+            found += [other] if status == nvml.NVML_P2P_STATUS_OK else []
         return found
 
     def _memory(self, handle: Any) -> dict[str, Any]:

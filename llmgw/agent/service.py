@@ -22,6 +22,7 @@ from twisted.python.failure import Failure
 from llmgw.agent.equipment import NodeEquipment
 from llmgw.agent.installations import Installations
 from llmgw.agent.inventory import NodeInventory
+from llmgw.agent.known_devices import KnownDevices
 from llmgw.agent.node import Node
 from llmgw.agent.release import Release
 from llmgw.agent.statefolder import StateFolder
@@ -137,7 +138,8 @@ def make_agent(settings: AgentSettings, reactor: Any) -> Agent:
     def shard_of(pid: int) -> str | None:
         return node.shard_of(pid)
 
-    hardware = NodeInventory(reactor, settings.devices, settings.state, shard_of, time.time)
+    known = KnownDevices(settings.state / "devices.json")
+    hardware = NodeInventory(reactor, settings.devices, settings.state, shard_of, time.time, known=known)
     cache = settings.state / "installations.json"
     installations = Installations(reactor, settings.engines, found, cache, environment)
     equipment = NodeEquipment(reactor, hardware, installations, WeightFinder(settings.models, environment))

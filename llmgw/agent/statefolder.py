@@ -3,6 +3,7 @@
 STATE/lock         held by the agent that runs; holds its pid
 STATE/instance     a random id, made once: the node's engines carry it
 STATE/starts       how often an agent has begun here, so that the numbers of reports grow over restarts
+STATE/devices.json see L{llmgw.agent.known_devices}
 STATE/shards/      see L{llmgw.agent.shardfolder}
 """
 

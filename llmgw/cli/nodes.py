@@ -23,6 +23,17 @@ def ls_command(session: Session) -> None:
     session.show(answer, lambda: node_table(answer.get("nodes", [])))
 
 
+@node_command.command(name="show")
+@click.argument("name")
+@json_option
+@pass_session
+def show_command(session: Session, name: str) -> None:
+    """What node NAME has: hardware, limits, each device with what is claimed of it and really used, downloads."""
+    from llmgw.cli.nodeview import show_node
+
+    show_node(session, name)
+
+
 @node_command.command(name="reset")
 @click.argument("name")
 @json_option

@@ -7,6 +7,7 @@ import click
 from llmgw.cli.session import Session, duration, json_option, pass_session
 
 NODES = click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
+DEVICE = click.option("--device", metavar="UUID", help="Only this device of NODE; the beginning of its UUID is enough.")
 OUTAGE = click.option("--allow-outage", is_flag=True, help="Even if a model is then served by nobody for a while.")
 
 
@@ -38,20 +39,28 @@ def drain_command(
 
 @click.command(name="cordon")
 @NODES
+@DEVICE
+@click.option("--reason", metavar="TEXT", help="Why, for those who look at it later; with --device.")
 @json_option
 @pass_session
-def cordon_command(session: Session, nodes: tuple[str, ...]) -> None:
-    """Place nothing new on NODE...; what runs there goes on."""
-    session.show(session.client.post("/v1/cordon", nodes=list(nodes)))
+def cordon_command(session: Session, nodes: tuple[str, ...], device: str | None, reason: str | None) -> None:
+    """Place nothing new on NODE..., or on one device of NODE; what runs there goes on.
+
+    Devices that are lost or sick are cordoned by themselves for as long as they are.
+    """
+    if reason and device is None:
+        raise click.UsageError("--reason goes with --device")
+    session.show(session.client.post("/v1/cordon", nodes=list(nodes), device=device, reason=reason))
 
 
 @click.command(name="uncordon")
 @NODES
+@DEVICE
 @json_option
 @pass_session
-def uncordon_command(session: Session, nodes: tuple[str, ...]) -> None:
-    """Allow placing on NODE... again, ending a cordon or a drain."""
-    session.show(session.client.post("/v1/uncordon", nodes=list(nodes)))
+def uncordon_command(session: Session, nodes: tuple[str, ...], device: str | None) -> None:
+    """Allow placing on NODE... again, ending a cordon or a drain; with --device, on that device again."""
+    session.show(session.client.post("/v1/uncordon", nodes=list(nodes), device=device))
 
 
 @click.command(name="restart")

@@ -21,12 +21,18 @@ DOT = " · "
 
 
 @click.command(name="status")
+@click.argument("node", required=False)
 @click.option("--check", is_flag=True, help="Say only what is not as wanted, and exit 1 if anything is not.")
 @json_option
 @click.pass_context
 @pass_session
-def status_command(session: Session, context: click.Context, check: bool) -> None:
-    """What runs, what does not, and why."""
+def status_command(session: Session, context: click.Context, node: str | None, check: bool) -> None:
+    """What runs, what does not, and why; of NODE, its hardware, devices and downloads."""
+    if node is not None:
+        from llmgw.cli.nodeview import show_node
+
+        show_node(session, node)
+        return
     answer = session.client.get("/v1/status")
     now = time.time()
     wrong = complaints(answer, now)

@@ -16,6 +16,20 @@ from llmgw.fleet.shard import Allocation, ShardState, Wanted
 
 
 @frozen
+class DeviceCordon:
+    """Why a device takes nothing new and since when; C{by} names the operator, empty where it was closed by itself."""
+
+    reason: str
+    since: float
+    by: str = ""
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether it opens again as soon as the device is well."""
+        return not self.by
+
+
+@frozen
 class NodeRecord:
     """The leader's knowledge of a node. C{facts} is None for a node that has never been accepted.
 
@@ -26,6 +40,7 @@ class NodeRecord:
     @ivar force: the drain waits for no successor.
     @ivar quarantined_until: nothing is placed there before; None when not quarantined.
     @ivar certificate_expires: not_after of the certificate last shown.
+    @ivar device_cordons: the devices that take nothing new, by UUID.
     @ivar last_report: when the node was last heard; written now and then only.
     """
 
@@ -44,6 +59,7 @@ class NodeRecord:
     quarantined_until: float | None = None
     certificate_expires: float | None = None
     last_report: float | None = None
+    device_cordons: Mapping[str, DeviceCordon] = field(factory=dict)
 
 
 @frozen

@@ -116,7 +116,7 @@ def _weights(room: NodeRoom, want: Want) -> Check | None:
 
 
 def _sick(room: NodeRoom) -> str:
-    return "; ".join(f"gpu {device.index}: {device.problem or 'missing'}" for device in room.sick)
+    return "; ".join(f"gpu {device.index}: {why}" for device, why in room.closed)
 
 
 def _holders(rooms: list[DeviceRoom]) -> str:

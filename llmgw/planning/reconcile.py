@@ -14,6 +14,7 @@ from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.records import NodeRecord, RolloutRecord, ShardRecord
 from llmgw.fleet.shard import ShardState, Wanted, replica_of
 from llmgw.planning.adopt import Orphan, adopt_matching, orphans
+from llmgw.planning.devices import follow_devices
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import ledger
 from llmgw.planning.giveway import give_way
@@ -66,6 +67,7 @@ def reconcile(world: World) -> Outcome:
     _guarded(broken, "peaks", follow_peaks, draft)
     _guarded(broken, "gangs", follow_gangs, draft)
     _guarded(broken, "quarantine", follow_quarantine, draft)
+    _guarded(broken, "devices", follow_devices, draft)
     _guarded(broken, "rollouts", follow_rollouts, draft)
     _guarded(broken, "drains", _follow_drains, draft)
     _guarded(broken, "orphans", adopt_matching, draft)

@@ -40,6 +40,7 @@ class Candidate:
     """One node as placement is told of it.
 
     @ivar note: what to add to its state in an explanation, e.g. how long it has been away.
+    @ivar device_cordons: why devices take nothing new, by UUID.
     @ivar weights: what C{inspect} found, by the name of the weights; a missing entry means that nobody has looked yet.
     @ivar last_port: the port claimed last: the next ones are looked for behind it, so that a port rests before it is used again.
     """
@@ -52,6 +53,7 @@ class Candidate:
     draining: bool = False
     quarantined: bool = False
     claims: tuple[Claim, ...] = ()
+    device_cordons: Mapping[str, str] = field(factory=dict)
     weights: Mapping[str, WeightFiles] = field(factory=dict)
     last_port: int = 0
 
@@ -122,8 +124,9 @@ class NodeRoom:
         self.installations = {found.name: found for found in facts.installations} if facts else {}
         found = facts.inventory.devices if facts else ()
         parents = {device.parent for device in found}
-        self.sick = [device for device in found if device.problem or device.missing_since is not None]
-        usable = [d for d in found if not d.problem and d.missing_since is None and d.uuid not in parents]
+        closed = {device.uuid: self._why_closed(device) for device in found}
+        self.closed = [(device, closed[device.uuid]) for device in found if closed[device.uuid]]
+        usable = [device for device in found if not closed[device.uuid] and device.uuid not in parents]
         self.devices = {device.uuid: DeviceRoom(device) for device in usable}
         self.ports_taken: set[int] = set()
         self.last_port = candidate.last_port
@@ -135,6 +138,12 @@ class NodeRoom:
         for room in self.devices.values():
             room.foreign = _foreign(room.device, room.holders)
         self.host_foreign = self._host_foreign(candidate.claims)
+
+    def _why_closed(self, device: Device) -> str:
+        """Why a device takes nothing; an instance of a MIG device also goes by its parent's cordon."""
+        cordons = self.candidate.device_cordons
+        why = cordons.get(device.uuid) or (cordons.get(device.parent) if device.parent else None)
+        return why or device.problem or ("missing" if device.missing_since is not None else "")
 
     def _host_foreign(self, claims: Iterable[Claim]) -> int:
         facts = self.candidate.facts

@@ -9,7 +9,7 @@ from twisted.internet.defer import Deferred
 
 from llmgw.errors import LlmgwError
 from llmgw.fleet.node import NodeEvent, NodeState, next_node_state
-from llmgw.fleet.records import NodeRecord
+from llmgw.fleet.records import DeviceCordon, NodeRecord
 from llmgw.fleet.shard import ShardState, Wanted
 from llmgw.planning.adopt import Orphan, adopt, readable
 from llmgw.planning.fleetroom import leaving, ledger, want
@@ -136,6 +136,39 @@ class Operations:
             return [*changes, *draft.events]
 
         return self._controller.change(make)
+
+    def cordon_device(self, node: str, device: str, on: bool, reason: str = "", by: str = OPERATOR) -> Deferred[int]:
+        """Close one device to new replicas, or open it again.
+
+        @param device: its UUID, or so much of its beginning that no other device of the node has the same.
+        @raise Unknown: the node has no such device.
+        @raise Conflict: it closed by itself and is not well, so that it would close again at once.
+        """
+
+        def make() -> Iterable[Change]:
+            record, draft = self._node(node), Draft(self._controller.world())
+            uuid = self._device(record, device)
+            cordons = dict(record.device_cordons)
+            known = cordons.pop(uuid, None)
+            if on:
+                cordons[uuid] = DeviceCordon(reason, self._controller.clocks.wall(), by)
+            elif known is not None and known.by_itself:
+                raise Conflict(f"{uuid} on {node} closed by itself: {known.reason}. It opens by itself when it is well again")
+            draft.say("cordon", node, f"{node}: device {uuid} {'cordoned' if on else 'uncordoned'} by {by}", node)
+            return [evolve(record, device_cordons=cordons), *draft.events]
+
+        return self._controller.change(make)
+
+    def _device(self, record: NodeRecord, device: str) -> str:
+        here = self._controller.members.present.get(record.name)
+        facts = here.facts if here else record.facts
+        known = {one.uuid for one in facts.inventory.devices} if facts else set()
+        known |= set(record.device_cordons)
+        found = [device] if device in known else sorted(uuid for uuid in known if uuid.startswith(device))
+        if len(found) == 1:
+            return found[0]
+        said = f"has several devices that begin with {device}" if found else f"has no device {device}"
+        raise Unknown(f"{record.name} {said}; known: {', '.join(found or sorted(known)) or 'none'}")
 
     def _node(self, name: str) -> NodeRecord:
         record = self._controller.truth.nodes.get(name)

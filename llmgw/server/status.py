@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llmgw.fleet.model import Model
-from llmgw.fleet.node import Device, Installation, NodeState
+from llmgw.fleet.node import Installation, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.planning.adopt import Orphan
 from llmgw.planning.replicas import Replica, group, wanted
 from llmgw.server.controller import Controller
+from llmgw.server.devices import Claims, claims, devices_data, equipment_data
 from llmgw.server.rollouts import in_force, rollout_data
 from llmgw.server.routing import reasons
 
@@ -84,19 +85,10 @@ class Status:
 
     def nodes(self) -> list[Data]:
         """All nodes by name."""
-        holders = self._holders()
-        return [self._node(record, holders) for _, record in sorted(self._controller.truth.nodes.items())]
+        held = claims(self._controller.truth.shards.values())
+        return [self._node(record, held) for _, record in sorted(self._controller.truth.nodes.items())]
 
-    def _holders(self) -> dict[str, list[str]]:
-        """The shards that hold each device, by its UUID."""
-        holders: dict[str, list[str]] = {}
-        for shard in self._controller.truth.shards.values():
-            if shard.allocation and shard.state is not ShardState.FAILED:
-                for uuid in shard.allocation.devices:
-                    holders.setdefault(uuid, []).append(shard.shard)
-        return holders
-
-    def _node(self, record: NodeRecord, holders: dict[str, list[str]]) -> Data:
+    def _node(self, record: NodeRecord, held: Claims) -> Data:
         here = self._controller.members.present.get(record.name)
         facts = here.facts if here else record.facts
         now = self._controller.clocks.wall()
@@ -108,7 +100,8 @@ class Status:
             "flags": flags,
             "version": facts.version if facts else "",
             "address": facts.address if facts else "",
-            "devices": [_device(device, holders) for device in facts.inventory.devices] if facts else [],
+            "devices": devices_data(record, facts.inventory, held) if facts else [],
+            **(equipment_data(facts.inventory) if facts else {}),
             "memory": facts.inventory.memory_total if facts else None,
             "memory_available": facts.inventory.memory_available if facts else None,
             "cpus": facts.inventory.cpus if facts else None,
@@ -240,19 +233,6 @@ def _said(report: ShardReport) -> Data:
         "phase": report.phase,
         "healthy": report.healthy,
         "conditions": list(report.conditions),
-    }
-
-
-def _device(device: Device, holders: dict[str, list[str]]) -> Data:
-    return {
-        "uuid": device.uuid,
-        "index": device.index,
-        "name": device.name,
-        "memory_total": device.memory_total,
-        "memory_used": device.memory_used,
-        "problem": device.problem,
-        "missing_since": device.missing_since,
-        "shards": holders.get(device.uuid, []),
     }
 
 

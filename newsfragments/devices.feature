@@ -1,0 +1,1 @@
+`llmgw cordon NODE --device UUID` closes one GPU; lost, missing and sick GPUs cordon themselves with the reason and since when, and are missed over restarts of agent and machine, with the Xid of the kernel's log; `llmgw status NODE` and `node show` tell of each device what is claimed, really used and by which foreign process, and AMD GPUs are known by amdsmi.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import pytest_twisted
 from attrs import evolve
+from twisted.internet.defer import Deferred
 
 from llmgw.fleet.model import Model, StaticEndpoint
+from llmgw.router.scoreboard import ScoreboardFull
 from llmgw.store.errors import StoreError
 from llmgw.testing.simulate import model
 from tests.leading_rig import wait
@@ -89,6 +91,25 @@ async def test_a_store_that_is_away_takes_nothing_from_a_standbys_routers(make):
     await write("lose the table", lambda connection: connection.exec_driver_sql("DELETE FROM routing"))
     await wait(lambda: not two.server.company.peers.problem, "back", one, two)
     assert [e.id for e in two.routers.routing.endpoints] == ["m/1"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_table_that_a_standby_cannot_route_by_is_tried_again(make):  # noqa: F811
+    """It goes on by the one before and does not say that it has the new one."""
+    one, two = await pair(make, model("m", 1))
+    publish, tried = two.routers.publish, []
+
+    def full(table):
+        tried.append(table)
+        raise ScoreboardFull("no row is left")
+
+    two.routers.publish = full
+    creating = Deferred.fromCoroutine(one.post("/v1/keys", name="x"))
+    await wait(lambda: len(tried) > 1, "tried twice", one, two)
+    assert two.routers.routing.keys == () and not creating.called
+    two.routers.publish = publish
+    await creating
+    assert [entry.name for entry in two.routers.routing.keys] == ["x"]
 
 
 @pytest_twisted.ensureDeferred

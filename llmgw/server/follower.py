@@ -44,20 +44,24 @@ class Follower:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._table: SharedTable | None = None
         self._local = 0
+        self._trouble = ""
         self._known: set[str] = set()
         self.version = 0
 
     def take(self, shared: SharedTable, catalog: Catalog) -> None:
-        """A table came. One that cannot be used leaves the one before in force."""
+        """A table came. One that cannot be used leaves the one before in force, and is tried again when it comes again."""
         self.version = shared.version
         try:
             table = with_keys(read_text(shared.text), catalog, self._workers.table, self._secret)
             self._local = self._workers.publish(table)
         except (LlmgwError, OSError) as error:
-            self._local = -1
-            self.log.error("table {version} is not routed by: {error}", version=shared.version, error=str(error))
+            self.version = 0
+            if self._trouble != str(error):
+                self.log.error("table {version} cannot be routed by yet: {error}", version=shared.version, error=str(error))
+            self._trouble = str(error)
+        else:
+            self._trouble = ""
 
     def again(self) -> None:
         """Another leader may have shared a table, or the catalog or a key file has changed: take the table anew."""
@@ -66,7 +70,7 @@ class Follower:
     def routed(self) -> int:
         """The version of the shared table by which all workers route; 0 if they do not yet, or by none."""
         versions = self._workers.versions().values()
-        return self.version if self._local >= 0 and versions and all(each >= self._local for each in versions) else 0
+        return self.version if versions and all(each >= self._local for each in versions) else 0
 
     def routes(self, local: int) -> bool:
         """Whether all workers route by this version of their own, or a later one."""

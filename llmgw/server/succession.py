@@ -177,6 +177,7 @@ class Succession:
         if self._beginning is not None:
             self._beginning.cancel()
         self._reception.close()
-        for term in {self.term, self.tenure} - {None}:
-            assert term is not None
-            term.end()
+        tenure, self.tenure = self.tenure, None
+        for term in (self.term, tenure):
+            if term is not None:
+                term.end()

@@ -71,15 +71,14 @@ class Servers:
         return until(one, "a leader", seconds)[0]
 
     def linked(self, leader: str, seconds: float = 20.0) -> None:
-        """Wait until the leader has a link to every node, and all is ready."""
-        until(
-            lambda: (
-                all(node["state"] == "ready" for node in self.fleets[leader].status()["nodes"])
-                and "is linked from" in self.fleets[leader].log("server")
-            ),
-            "linked",
-            seconds,
-        )
+        """Wait until the leader has a link to every node."""
+        fleet = self.fleets[leader]
+
+        def all_linked():
+            nodes, log = fleet.status()["nodes"], fleet.log("server")
+            return nodes and all(one["state"] == "ready" and f"{one['name']} is linked from" in log for one in nodes)
+
+        until(all_linked, "linked", seconds)
 
     def streams(self, tokens: int, model: str = "m") -> list[Stream]:
         """A client at each router, in the middle of its answer."""

@@ -17,8 +17,13 @@ AT_MOST = LEASE + LEASE / 10 + 2.0  # the lease, a look at the row, and room for
 
 
 @pytest.fixture
-def servers(tmp_path, request, postgres):  # noqa: F811
-    found = Servers(tmp_path, postgres, "cp1", "cp2")
+def names():
+    return ["cp1", "cp2"]
+
+
+@pytest.fixture
+def servers(tmp_path, request, postgres, names):  # noqa: F811
+    found = Servers(tmp_path, postgres, *names)
     try:
         yield found
     finally:
@@ -29,20 +34,24 @@ def servers(tmp_path, request, postgres):  # noqa: F811
 
 
 class Scene:
-    """One leads, one stands by, n1 runs one engine, a client streams through each router."""
+    """One leads, the others stand by, each node runs an engine, a client streams through each router."""
 
-    def __init__(self, servers: Servers, events: int) -> None:
-        self.servers = servers
-        self.leader, self.other = servers.start_all(fake_model("m", 1, "--interval", "0.05", "--events", str(events)))
+    def __init__(self, servers: Servers, events: int, nodes: int = 1) -> None:
+        self.servers, self.nodes = servers, nodes
+        models = fake_model("m", nodes, "--interval", "0.05", "--events", str(events), more="      place: {spread: true}\n")
+        self.leader, self.other = servers.start_all(models)
         self.epoch = servers.server(self.leader)["epoch"]
-        servers.start_agent()
+        for number in range(nodes):
+            servers.start_agent(f"n{number + 1}")
         self.before = self.pids(self.leader)
-        until(lambda: servers.fleets[self.other].ask()[0] == 200, "the standby routes")
+        for fleet in servers.fleets.values():
+            until(lambda fleet=fleet: fleet.ask()[0] == 200, "every standby routes")
         self.streams = servers.streams(events)
         self.process = servers.fleets[self.leader].running["server"]
 
     def pids(self, leader: str):
-        return {shard["id"]: (shard["pid"], shard["attempt"]) for shard in self.servers.fleets[leader].ready()}
+        shards = self.servers.fleets[leader].ready("m", self.nodes, 30.0)
+        return {shard["id"]: (shard["node"], shard["pid"], shard["attempt"]) for shard in shards}
 
     def nothing_happened(self, leader: str) -> None:
         """Not a stream cut, not an engine restarted."""
@@ -116,3 +125,19 @@ def test_f06_f11_without_the_database_nobody_leads_and_all_routes(servers):
     print(f"a leader {time.monotonic() - began:.2f} s after the database was back")
     assert epoch == scene.epoch + 1
     scene.nothing_happened(leader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["cp1", "cp2", "cp3"]])
+def test_three_servers_lose_their_leader_twice(servers):
+    """SIGKILL, and of the next one, too: the third leads, all nodes are its, and all clients have had their answers."""
+    scene = Scene(servers, 400, nodes=3)
+    gone = []
+    for number in (1, 2):
+        leader, epoch = servers.leader(*gone, above=scene.epoch + number - 2)
+        servers.linked(leader, 30.0)
+        servers.fleets[leader].end("server", signal.SIGKILL)
+        gone.append(leader)
+    (last,) = set(servers.fleets) - set(gone)
+    assert servers.leader(*gone, above=epoch) == (last, scene.epoch + 2)
+    scene.nothing_happened(last)

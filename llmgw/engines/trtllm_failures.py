@@ -20,7 +20,7 @@ FAILURES: tuple[Failure, ...] = (
         "Correct it in the profile.",
     ),
     failure(
-        r"\b(?P<what>[\w.]{1,80})\s{1,4}Extra inputs are not permitted",
+        r"(?m)^(?P<what>[\w.]{1,80})\s{1,4}Extra inputs are not permitted",
         CONFIGURATION,
         "its settings have no {what}",
         "Correct `arguments`.",

@@ -229,4 +229,6 @@ def test_client_leaves_while_its_body_is_read(rig):
         assert [rig.post()[0] for _ in range(20)] == [200] * 20
         idle(rig)
         until(lambda: descriptors(rig) <= before, 5, "the body's file closed")
+        beats = len(rig.heard)
+        until(lambda: len(rig.heard) > beats + 1, 5, "two beats, in which it could have been read to its end")
         assert len(engine.requests) == 21

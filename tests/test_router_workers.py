@@ -296,6 +296,20 @@ async def test_stopped_worker_is_replaced(workers, engine):
 
 
 @pytest_twisted.ensureDeferred
+async def test_f03_a_server_that_was_suspended_does_not_replace_its_workers(workers, engine):
+    """It did not hear what they said meanwhile; one that says nothing afterwards is replaced as ever."""
+    await when(lambda: workers.versions() == {0: 1, 1: 1})
+    pids = [place.pid for place in workers.places]
+    for place in workers.places:
+        place._last_heard -= 10.0
+    workers._checked -= 10.0
+    workers._check()
+    assert not any(place.ended or place.reactor.seconds() < place._last_heard for place in workers.places)
+    await when(lambda: all(place.reactor.seconds() - place._last_heard < 1.0 for place in workers.places))
+    assert [place.pid for place in workers.places] == pids and [place.replaced for place in workers.places] == [0, 0]
+
+
+@pytest_twisted.ensureDeferred
 async def test_publish_is_acknowledged(workers, engine):
     """A new table is routed by all workers within a moment; the same table again is no new version."""
     assert workers.publish(table(engine)) == 1

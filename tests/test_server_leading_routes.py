@@ -51,7 +51,7 @@ async def test_a_drain_waits_for_the_routers_and_the_requests_of_every_live_serv
     assert routing.unrouted == set()
     two.routers.lag = 0
     await wait(lambda: routing.unrouted == {"m/1"}, "acknowledged", one, two)
-    assert routing.idle() == frozenset() and running(one)
+    assert routing.idle() == frozenset() and running(one) and one.row("m")["in_flight"] == 1
     two.routers.flying["m/1"] = 0
     await wait(lambda: not running(one), "ended", one, two)
 

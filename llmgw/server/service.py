@@ -132,7 +132,11 @@ class Server(Service):
         expires = lambda: self.port.certificate_expires if self.port else None  # noqa: E731
         warnings = (*self.settings.warnings, *(self.company.warnings() if self.company else ()))
         servers = self.company.servers if self.company else list
-        return Status(self.controller, lambda: self.role, self.workers.in_flight, expires, warnings, servers)
+        return Status(self.controller, lambda: self.role, self._in_flight, expires, warnings, servers)
+
+    def _in_flight(self, endpoint: str) -> int:
+        """Over all servers, as last told."""
+        return self.workers.in_flight(endpoint) + (self.company.peers.in_flight(endpoint) if self.company else 0)
 
     @property
     def role(self) -> str:

@@ -169,7 +169,7 @@ class Place(ProcessProtocol):
 
     def excuse(self, seconds: float) -> None:
         """We did not listen for so long, so its silence then says nothing."""
-        self._last_heard += seconds
+        self._last_heard = min(self.reactor.seconds(), self._last_heard + seconds)
 
     def kill(self) -> None:
         """End its worker at once."""

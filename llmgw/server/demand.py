@@ -27,8 +27,8 @@ _COMING = (ShardState.PLACED, ShardState.STARTING, ShardState.LOADING)
 class Counts(Protocol):
     """What routers know of the load: the part of L{llmgw.server.routing.Routers} that is used."""
 
-    def in_flight(self, endpoint_id: str) -> int:
-        """How many requests run on an endpoint."""
+    def load(self, endpoint_id: str) -> int:
+        """How many requests an endpoint has, whoever sent them."""
 
     def waiting(self, model: str) -> int | None:
         """How many requests wait for a model, None while that is not known."""
@@ -108,7 +108,7 @@ class Demand:
         busy: set[str] = set()
         for model in elastic:
             here = running.get(model.name, [])
-            busy.update(one.id for one in here if self._requests(one))
+            busy.update(one.id for one in here if self._counts.load(one.id))
             self._follow(model, here)
         self.busy = frozenset(busy)
 
@@ -165,13 +165,7 @@ class Demand:
     def _load(self, model: Model, here: list[Replica], now: float) -> Load:
         limits = [report.limit for one in here if (report := self._reports(one.shards[0])) is not None and report.limit]
         waiting = self._counts.waiting(model.name)
-        return Load(now, sum(self._requests(one) for one in here), waiting, min(limits, default=None))
-
-    def _requests(self, replica: Replica) -> int:
-        """What runs on a replica: what our routers have sent there, or what its engine says, if others use it, too."""
-        report = self._reports(replica.shards[0])
-        said = (report.load.running or 0) + (report.load.waiting or 0) if report is not None else 0
-        return max(self._counts.in_flight(replica.id), said)
+        return Load(now, sum(self._counts.load(one.id) for one in here), waiting, min(limits, default=None))
 
 
 def _sleeps_after(model: Model, here: list[Replica]) -> float | None:

@@ -45,6 +45,9 @@ class Routers(Protocol):
     def in_flight(self, endpoint_id: str) -> int:
         """How many requests run on an endpoint, over all workers."""
 
+    def load(self, endpoint_id: str) -> int:
+        """How many requests an endpoint has, others' than ours included, as far as its engine tells."""
+
     def waiting(self, model: str) -> int | None:
         """How many requests wait for a model, over all workers; None while that is not known."""
 

@@ -106,6 +106,10 @@ class SharedRouters:
         """Over all servers."""
         return self._workers.in_flight(endpoint_id) + self._peers.in_flight(endpoint_id)
 
+    def load(self, endpoint_id: str) -> int:
+        """What its engine says includes what other servers sent there, but is older than their word."""
+        return max(self._workers.load(endpoint_id), self.in_flight(endpoint_id))
+
     def waiting(self, model: str) -> int | None:
         """Over all servers; None while those that are there are not heard."""
         own = self._workers.waiting(model)

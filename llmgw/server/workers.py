@@ -33,7 +33,7 @@ from llmgw.router.handover import collect, offers
 from llmgw.router.histogram import add_up
 from llmgw.router.limits import row_name
 from llmgw.router.prefixes import Prefixes
-from llmgw.router.scoreboard import WAITING, Scoreboard, shared_file
+from llmgw.router.scoreboard import ELSEWHERE, WAITING, Scoreboard, shared_file
 from llmgw.router.table import Table, read_table, write_table
 from llmgw.router.worker import GENERATION, TABLE, USAGE, read_generation
 from llmgw.server.workerprocess import Place
@@ -350,6 +350,11 @@ class RouterWorkers:
         """How many requests are under way at this endpoint, through all workers, old ones included."""
         row = self._board.row(f"endpoint/{endpoint}")
         return self._board.total(row) if row is not None else 0
+
+    def load(self, endpoint: str) -> int:
+        """The same with what its engine says to have from others."""
+        row = self._board.row(f"endpoint/{endpoint}")
+        return self._board.total(row) + self._board.own[row + ELSEWHERE] if row is not None else 0
 
     def waiting(self, model: str) -> int | None:
         """How many requests wait for this model, in all workers; None while not every worker is there, or none routes it yet."""

@@ -87,6 +87,7 @@ class SimRouters:
         self.table: Table | None = None
         self.routing: Table = Table()
         self.flying: Counter[str] = Counter()
+        self.elsewhere: Counter[str] = Counter()
         self.queued: dict[str, int | None] = {}
         self.delay = 0.1
 
@@ -111,12 +112,17 @@ class SimRouters:
         """What runs there."""
         return self.flying[endpoint_id]
 
+    def load(self, endpoint_id: str) -> int:
+        """With what others sent there."""
+        return self.flying[endpoint_id] + self.elsewhere[endpoint_id]
+
     def waiting(self, model: str) -> int | None:
         """What waits for it; C{None} in L{queued} for not known."""
         return self.queued.get(model, 0)
 
     def reported(self, endpoint_id: str, requests: int | None) -> None:
-        """Counts of others; nobody chooses by them here."""
+        """Believed at once."""
+        self.elsewhere[endpoint_id] = max(0, (requests or 0) - self.flying[endpoint_id])
 
     @property
     def routed(self) -> dict[str, tuple[str, int]]:

@@ -15,6 +15,7 @@ from twisted.logger import Logger
 from llmgw.agent.fence import Fence, FenceError
 from llmgw.agent.inode import INode
 from llmgw.errors import LlmgwError
+from llmgw.fleet.shard import ShardOrder
 from llmgw.wire.agent_end import AgentLink, Ending
 from llmgw.wire.codec import Unknown
 from llmgw.wire.identity import PeerCertificate
@@ -27,6 +28,7 @@ from llmgw.wire.messages import (
     Desired,
     Done,
     FetchLog,
+    FetchWeights,
     Inspect,
     Register,
     Report,
@@ -72,6 +74,7 @@ class Talk:
     epoch: int = 0
     spread: float = 0.0
     over: Deferred[Ending] = field(factory=Deferred)
+    _told: dict[str, ShardOrder | None] = field(factory=dict)
     _joiner: Joiner = field(factory=Joiner)
 
     @property
@@ -93,6 +96,7 @@ class Talk:
         except Exception:
             self.log.failure("while making our registration")
             return "our registration failed (see the log)"
+        self._told = {shard.shard: shard.order for shard in register.shards}
         fence = self._common.fence
         return evolve(
             register,
@@ -138,8 +142,14 @@ class Talk:
     def _send(self, message: AgentMessage) -> None:
         if isinstance(message, Report):  # whoever made it: as of which orders it is true is known only here
             applied, clock = self._common.applied, self._common.wall()
-            message = evolve(message, epoch=applied.epoch, revision=applied.revision, clock=clock)
+            message = self._short(evolve(message, epoch=applied.epoch, revision=applied.revision, clock=clock))
         self.link.send(message)
+
+    def _short(self, report: Report) -> Report:
+        """C{report} without the orders told on this link before: they are most of it, and it goes out at each beat."""
+        told, self._told = self._told, {shard.shard: shard.order for shard in report.shards}
+        known = [shard.order is not None and told.get(shard.shard) == shard.order for shard in report.shards]
+        return evolve(report, shards=tuple(evolve(s, order=None) if k else s for s, k in zip(report.shards, known, strict=True)))
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Beat):
@@ -151,6 +161,8 @@ class Talk:
             self._ask(message, lambda: self._common.node.inspect(message))
         elif isinstance(message, FetchLog):
             self._ask(message, lambda: self._common.node.fetch_log(message))
+        elif isinstance(message, FetchWeights):
+            self._ask(message, lambda: self._common.node.fetch(message))
         elif isinstance(message, Unknown):
             self._send(Done(message.operation, False, "unsupported", {"text": f"this agent does not know {message.type}"}))
 
@@ -170,7 +182,7 @@ class Talk:
         applied.epoch, applied.revision = message.epoch, message.revision
         self._report()
 
-    def _ask(self, message: Inspect | FetchLog, ask: Callable[[], Deferred[Done]]) -> None:
+    def _ask(self, message: Inspect | FetchLog | FetchWeights, ask: Callable[[], Deferred[Done]]) -> None:
         problem, text = self._fenced(message.epoch, message.leader)
         if problem:
             self._refuse(message.operation, problem, text)

@@ -169,13 +169,21 @@ class Uplink(Service):
             else:
                 await self._rest(turn)
                 continue
-            await self._pause(self._random() * min(max(SPREAD, self._spread), MOST_SPREAD))
+            await self._pause(self._random() * self._crowd)
+
+    @property
+    def _crowd(self) -> float:
+        """Over how many seconds the agents of this fleet dial that have lost a link at once."""
+        return min(max(SPREAD, self._spread), MOST_SPREAD)
 
     async def _rest(self, turn: Round) -> None:
         """The round is over and nobody took us."""
         if not self.running:
             return
         delay = max(self._backoff.next(), turn.pause)
+        if self._crowd > SPREAD:
+            # All lost the same server: those that dialed while it was away must not come together when it is back.
+            delay = max(delay, self._random() * self._crowd)
         what = "round" if turn.several else "try"
         self._status = f"{turn.summary()}. Next {what} in {show_duration(delay)}."
         self.log.warn("{node}: {status}", node=self._settings.node, status=self._status, event="no_leader")
@@ -243,7 +251,7 @@ class Uplink(Service):
         if not self.running:
             self._status = "stopped"
             return
-        self._spread = talk.spread
+        self._spread = talk.spread or self._spread
         if ending.lived is not None:
             self._last = (target.address,) if talk.leader else self._last
             self._status = f"the link to {target} ended after {show_duration(ending.lived)}: {ending.text}"

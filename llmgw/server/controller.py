@@ -20,6 +20,7 @@ from zope.interface import implementer
 
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Model
+from llmgw.fleet.fetch import FetchState
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
@@ -108,7 +109,7 @@ class Controller:
         self.remarks: tuple[str, ...] = ()
         self.truth = Truth()
         self.commits = Commits(name, store, leadership, self.truth, self.end)
-        self.members = Membership(self.clocks.steady, self.touch)
+        self.members = Membership(self.clocks.steady, self.touch, self._more_room)
         self.reckoner = reckoner or Reckoner()
         self.weights = Weights(self.clocks.steady, self.touch)
         self.emission = Emission(leadership, self.clocks.steady)
@@ -155,6 +156,11 @@ class Controller:
         together, so that planning never fills the reactor.
         """
         self._plan_in(max(self.COALESCE, self.REST * self._took))
+
+    def _more_room(self) -> None:
+        """Some node has more memory free: news only while something waits for room."""
+        if self.outcome is None or self.outcome.pending or self.outcome.notes:
+            self.touch()
 
     def _plan_in(self, seconds: float) -> None:
         if not self._planning:
@@ -371,7 +377,11 @@ class Controller:
 
     def report(self, node: str, session: str, message: Report) -> None:
         """See L{IMembers}."""
+        before = here.fetches if (here := self.members.present.get(node)) else ()
         if self.members.report(node, session, message):
+            for fetch in set(message.fetches) - set(before):
+                if fetch.state is FetchState.DONE:
+                    self.weights.renew(node, fetch.weights)
             self.routing.heard(message.shards)
 
     def event(self, node: str, session: str, message: Event) -> None:

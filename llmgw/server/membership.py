@@ -12,6 +12,7 @@ from typing import TypeVar
 from attrs import evolve, frozen
 from twisted.logger import Logger
 
+from llmgw.fleet.fetch import Fetch
 from llmgw.fleet.node import Inventory, NodeFacts
 from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import ShardReport, Wanted
@@ -35,6 +36,7 @@ class Present:
     facts: NodeFacts
     told: Told
     certificate_expires: float | None = None
+    fetches: tuple[Fetch, ...] = ()
 
 
 class Membership:
@@ -42,13 +44,16 @@ class Membership:
 
     @param steady: seconds on a clock that nobody can set: how long a node has been away is not for the wall clock to say.
     @param news: called when something was said that may change a plan.
+    @param room: called when a node only has more memory free than before: that matters to what waits for room, and it happens
+        somewhere in a large fleet all the time.
     """
 
     log = Logger()
 
-    def __init__(self, steady: Callable[[], float], news: Callable[[], None]) -> None:
+    def __init__(self, steady: Callable[[], float], news: Callable[[], None], room: Callable[[], None] | None = None) -> None:
         self._steady = steady
         self._news = news
+        self._room = room or news
         self.present: dict[str, Present] = {}
         self.last: dict[str, Told] = {}
         self.left_at: dict[str, float] = {}
@@ -89,13 +94,14 @@ class Membership:
         here = self._of(node, session)
         if here is None:
             return False
-        told = Told({report.shard: report for report in message.shards}, message.epoch, message.revision, complete=True)
+        shards = {report.shard: _whole(report, here.told) for report in message.shards}
+        told = Told(shards, message.epoch, message.revision, complete=True)
         facts = here.facts if message.inventory is None else evolve(here.facts, inventory=message.inventory)
         if message.installations is not None:
             facts = evolve(facts, installations=message.installations)
-        changed = _gist(told) != _gist(here.told) or _room_changed(here.facts.inventory, facts.inventory)
+        changed = _gist(told) != _gist(here.told) or _devices_changed(here.facts.inventory, facts.inventory)
         changed = changed or facts.installations != here.facts.installations
-        self.present[node] = evolve(here, facts=facts, told=told)
+        self.present[node] = evolve(here, facts=facts, told=told, fetches=message.fetches)
         self.last[node] = told
         for report in message.shards:
             known = self._declined.get(node, {}).get(report.shard)
@@ -103,6 +109,8 @@ class Membership:
                 del self._declined[node][report.shard]
         if changed:
             self._news()
+        elif _more_room(here.facts.inventory, facts.inventory):
+            self._room()
         return True
 
     def event(self, node: str, session: str, message: Event) -> None:
@@ -168,6 +176,12 @@ def _remember(named: Named[_T], node: str, shard: str, what: _T) -> None:
         del mine[next(iter(mine))]
 
 
+def _whole(report: ShardReport, before: Told) -> ShardReport:
+    """C{report} with the order that its agent has told on this link already, and so leaves out."""
+    known = before.shards.get(report.shard) if report.order is None else None
+    return report if known is None or known.attempt != report.attempt else evolve(report, order=known.order)
+
+
 def _gist(told: Told) -> object:
     """What of a report can change a plan or a route; progress and load cannot."""
     shards = sorted(
@@ -176,15 +190,20 @@ def _gist(told: Told) -> object:
     return told.complete, told.epoch, told.revision, shards
 
 
-def _room_changed(old: Inventory, new: Inventory) -> bool:
-    """Whether there may be more room than before: something may then fit that did not."""
+def _devices_changed(old: Inventory, new: Inventory) -> bool:
+    """Whether a device came or went, or became good or bad."""
+    return old is not new and _states(old) != _states(new)
+
+
+def _states(inventory: Inventory) -> list[tuple[object, ...]]:
+    return sorted((device.uuid, device.problem, device.missing_since or 0.0) for device in inventory.devices)
+
+
+def _more_room(old: Inventory, new: Inventory) -> bool:
+    """Whether something may fit that did not, on the same devices."""
     if old is new:
         return False
-    before = {device.uuid: device for device in old.devices}
-    for device in new.devices:
-        known = before.pop(device.uuid, None)
-        if known is None or (known.problem, known.missing_since) != (device.problem, device.missing_since):
-            return True
-        if (device.memory_used or 0) < (known.memory_used or 0):
-            return True
-    return bool(before) or (new.memory_available or 0) > (old.memory_available or 0) + 2**28
+    used = {device.uuid: device.memory_used or 0 for device in old.devices}
+    if any((device.memory_used or 0) < used.get(device.uuid, 0) for device in new.devices):
+        return True
+    return (new.memory_available or 0) > (old.memory_available or 0) + 2**28

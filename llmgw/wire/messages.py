@@ -17,7 +17,7 @@ bytes, clocks seconds since 1970 (shown, never compared for a decision).
                              event, report <-       at each transition: the event at once, the reports of one turn together
       -> beat                                       each heartbeat
                                     report <-       with its serial
-      -> inspect / fetch_log
+      -> inspect / fetch_log / fetch
                                       done <-       with the same operation id
       -> goaway, then close                         or: bye <-, then close
 
@@ -32,12 +32,14 @@ C{register}    agent     protocol, node, instance, boot, epoch, leader, facts, s
 C{accepted}    server    session, epoch, leader, revision                                                         C{report}
 C{desired}     leader    epoch, leader, revision, part, parts, orders: one L{ShardOrder} each                     C{done} each,
                                                                                                                   C{report}
-C{report}      agent     epoch, revision, shards, inventory, beat, clock, installations: epoch and revision as     -
-                         last applied, all shards (none is news), inventory and installations when they
-                         changed, else null; the serial of the beat that it answers, else 0
+C{report}      agent     epoch, revision, shards, inventory, beat, clock, installations, fetches: epoch and       -
+                         revision as last applied, all shards (none is news), inventory and installations when
+                         they changed, else null; the serial of the beat that it answers, else 0; all downloads
+                         under way and the last that are over
 C{event}       agent     shard, attempt, before, after, reason, diagnosis, tail, at                               -
 C{inspect}     leader    operation, epoch, leader, weights, engine                                                C{done}
 C{fetch_log}   leader    operation, epoch, leader, shard, attempt, offset, limit                                  C{done}
+C{fetch}       leader    operation, epoch, leader, weights, cancel: begin to download, or end that                C{done}
 C{done}        agent     operation, ok, error, result                                                             -
 C{beat}        server    serial, epoch, clock                                                                     C{report}
 C{goaway}      server    reason, leader, addresses, text: then a clean close                                      -
@@ -71,6 +73,7 @@ Rules that are easy to break:
  - The agent refuses a lower epoch than its own, and its own epoch from another leader: C{done} with C{error: stale_epoch} or
    C{epoch_conflict} per operation (one with an empty operation where there is none), its own epoch and leader in C{result}. It
    stores a higher one on disk before it acts on it. A lower revision of the same epoch is C{stale_revision}.
+ - In a report the C{order} of a shard is left out (null) if the report or registration before it on this link had the same.
  - C{done} for an operation that was done before is the same C{done} again, without a second effect.
 """
 
@@ -81,6 +84,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from llmgw.fleet.fetch import Fetch
 from llmgw.fleet.node import Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Diagnosis, ShardOrder, ShardReport
 
@@ -169,6 +173,7 @@ class Report:
     beat: int = 0
     clock: float = 0.0
     installations: tuple[Installation, ...] | None = None
+    fetches: tuple[Fetch, ...] = ()
 
 
 @frozen
@@ -207,6 +212,20 @@ class FetchLog:
     attempt: int
     offset: int
     limit: int
+
+
+@frozen
+class FetchWeights:
+    """Download these weights into the node's cache, or C{cancel} that; the result's C{fetch} is the L{Fetch} as it is by then.
+
+    It is answered when it has begun and what it takes is known, not when it is over: reports tell how it goes on.
+    """
+
+    operation: str
+    epoch: int
+    leader: str
+    weights: str
+    cancel: bool = False
 
 
 @frozen
@@ -253,6 +272,7 @@ FROM_SERVER: dict[str, type] = {
     "desired": Desired,
     "inspect": Inspect,
     "fetch_log": FetchLog,
+    "fetch": FetchWeights,
     "beat": Beat,
     "goaway": Goaway,
 }
@@ -263,5 +283,5 @@ FROM_AGENT: dict[str, type] = {
     "done": Done,
     "bye": Bye,
 }
-ServerMessage = Welcome | Refused | Accepted | Desired | Inspect | FetchLog | Beat | Goaway
+ServerMessage = Welcome | Refused | Accepted | Desired | Inspect | FetchLog | FetchWeights | Beat | Goaway
 AgentMessage = Register | Report | Event | Done | Bye

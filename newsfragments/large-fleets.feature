@@ -1,0 +1,1 @@
+A fleet of hundreds of nodes costs its server less: an agent says once on a link what a shard was ordered to be instead of at each heartbeat, a node with more free memory is planned for only when something waits for room, and agents come back over 1 s per 20 nodes, also those that dialed while the server was away.

@@ -143,7 +143,7 @@ def _complete(draft: Draft, model: Model, replicas: list[Replica]) -> bool:
 # What operators order.
 
 
-def paused(record: RolloutRecord | None, name: str, now: float) -> RolloutRecord:
+def paused(record: RolloutRecord | None, name: str) -> RolloutRecord:
     """
     @raise Senseless: nothing is changing.
     """

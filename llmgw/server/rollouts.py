@@ -90,7 +90,7 @@ class Rollouts:
 
 def _ordered(action: str, record: RolloutRecord | None, name: str, now: float, outage: bool) -> RolloutRecord:
     orders: dict[str, Callable[[], RolloutRecord]] = {
-        "pause": lambda: paused(record, name, now),
+        "pause": lambda: paused(record, name),
         "resume": lambda: resumed(record, name, now, outage),
         "undo": lambda: undone(record, name, now, outage),
     }

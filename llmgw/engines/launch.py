@@ -179,7 +179,12 @@ def weights_problems(profile: Profile, files: WeightFiles | None) -> list[Proble
     if files is None or (files.found and not files.problem):
         return []
     looked = f" (looked at {', '.join(files.looked)})" if files.looked else ""
-    return [Problem(files.problem or f"{files.weights} is not on the node{looked}", "weights", "weights_missing")]
+    text = files.problem or f"{files.weights} is not on the node{looked}"
+    if not files.found and files.weights.startswith("hf:"):
+        repository = files.weights.removeprefix("hf:").partition("@")[0]
+        text += f"; `llmgw fetch` downloads it. If the hub says it is gated, accept the licence at https://huggingface.co/{repository}"
+        text += " and set HF_TOKEN in agent.yaml"
+    return [Problem(text, "weights", "weights_missing")]
 
 
 def environment_problems(profile: Profile, reserved: Collection[str] = (), nodes_own: bool = True) -> list[Problem]:

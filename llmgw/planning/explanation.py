@@ -20,7 +20,7 @@ class Check:
     """Something a node would need to run the replica, and does not have.
 
     @ivar name: a stable word: C{state}, C{cordoned}, C{draining}, C{quarantined}, C{excluded}, C{labels}, C{fabric},
-        C{installation}, C{weights}, C{devices}, C{device_memory}, C{host_memory}, C{ports}, C{fabric_nodes}.
+        C{installation}, C{weights}, C{devices}, C{device_memory}, C{host_memory}, C{ports}, C{fabric_nodes}, C{versions}.
     @ivar text: how the one-line form calls it, e.g. C{too few devices}.
     @ivar need: at least this much of C{unit} (bytes, devices, ports, nodes); a yes-or-no check needs 1 and has 0.
     @ivar detail: what else there is to know: a device, a duration, the paths looked at.

@@ -67,12 +67,14 @@ class Ledger:
     def _choose(self, want: Want, kind: object) -> list[NodeRoom]:
         if want.count == 1:
             return next(([room] for room in self._fitting(want, kind)), [])
-        found: dict[str, list[NodeRoom]] = defaultdict(list)
+        # Ranks of different versions hang or fail in each other's collectives, so they never meet.
+        found: dict[tuple[str, str | None], list[NodeRoom]] = defaultdict(list)
         for room in self._fitting(want, kind):
             for fabric in [want.profile.place.fabric] if want.profile.place.fabric else sorted(room.fabrics):
-                found[fabric].append(room)
-                if len(found[fabric]) == want.count:
-                    return found[fabric]
+                alike = found[fabric, _version(room, want)]
+                alike.append(room)
+                if len(alike) == want.count:
+                    return alike
         return []
 
     def _fitting(self, want: Want, kind: object) -> Iterator[NodeRoom]:
@@ -173,7 +175,17 @@ def _alone(room: NodeRoom, want: Want, fitting: list[NodeRoom]) -> Check:
     names = [want.profile.place.fabric] if want.profile.place.fabric else sorted(room.fabrics)
     best = max((sum(name in other.fabrics for other in fitting) for name in names), default=0)
     where = ", ".join(filter(None, names))
-    return Check("fabric_nodes", "with too few such nodes on one fabric", want.count, best, "nodes", where)
+    if best < want.count:
+        return Check("fabric_nodes", "with too few such nodes on one fabric", want.count, best, "nodes", where)
+    mine = _version(room, want)
+    alike = max(sum(name in other.fabrics and _version(other, want) == mine for other in fitting) for name in names)
+    detail = f"it has {want.profile.engine} {mine or 'of unknown version'}; install one version on all nodes of {where}"
+    return Check("versions", "with too few such nodes of its engine's version", want.count, alike, "nodes", detail)
+
+
+def _version(room: NodeRoom, want: Want) -> str | None:
+    installed = room.installations.get(want.profile.engine)
+    return installed.version if installed is not None else None
 
 
 def _common(rooms: list[NodeRoom]) -> str | None:

@@ -1,0 +1,1 @@
+More of what engines refuse minutes after their start is refused at once, with what to change: architectures and quantizations a version does not have, models that cannot be cut into stages, an NVLink fabric that is not up, mixed engine versions in one replica; warned of are misspelt VLLM_ variables, host names on loopback, GPUs without direct access, missing compilers.

@@ -107,9 +107,9 @@ def restart(fleet: RealFleet, crowd: Crowd, agents: int) -> None:
     most = max(seconds.values(), default=0)
     say(f"restart: stopped after {stopped:.1f} s, up after {up:.1f} s; {seconds.total()} handshakes for {agents} agents")
     say(f"all are back {f'{back:.1f} s' if back else 'NOT within 180 s'} after the signal")
-    say(
-        f"most handshakes in one second: {most}, {most / max(1, seconds.total()) * 100:.1f} % of all; CPU {cpu_seconds(server):.1f} s"
-    )
+    say(f"most handshakes in one second: {most}, {most / max(1, seconds.total()) * 100:.1f} % of all")
+    say(f"in each second: {' '.join(str(seconds[second]) for second in range(max(seconds, default=0) + 1))}")
+    say(f"the new server took {cpu_seconds(server):.1f} s of CPU")
 
 
 def run(fleet: RealFleet, args: argparse.Namespace) -> None:
@@ -123,9 +123,8 @@ def run(fleet: RealFleet, args: argparse.Namespace) -> None:
     try:
         linked = waited(crowd, "accepted", args.agents, begin, 300)
         ready = waited(crowd, "ready", args.agents * args.shards, begin, 600)
-        say(
-            f"{args.agents} agents linked after {linked or 0:.0f} s, {args.agents * args.shards} shards ready after {ready or 0:.0f} s"
-        )
+        shards = args.agents * args.shards
+        say(f"{args.agents} agents linked after {linked or 0:.0f} s, {shards} shards ready after {ready or 0:.0f} s")
         say(f"the server took {cpu_seconds(server):.1f} s of CPU for that")
         time.sleep(WINDOW)
         if args.profile:

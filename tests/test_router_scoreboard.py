@@ -262,3 +262,18 @@ def test_sums_are_what_was_taken(tmp_path_factory, steps, limit):
         assert {one.total(row) for one in workers} == {sum(inside[other, row] for other in range(3))}
     for one in (*workers, board):
         one.close()
+
+
+def test_the_server_remembers_rows_as_they_are(board):
+    """A row is found before it is assigned by this server, while it retires, and not once it is free; then under its new name."""
+    assert board.row("endpoint/a") is None
+    row = board.assign(["endpoint/a"], 1)["endpoint/a"]
+    other = Scoreboard.create(board.path, rows=64, columns=8)
+    assert board.row("endpoint/a") == other.row("endpoint/a") == row
+    board.own[row] = 1
+    board.assign(["endpoint/b"], 2)
+    assert board.row("endpoint/a") == row and board.row("endpoint/b") != row
+    board.own[row] = 0
+    board.reclaim()
+    assert board.row("endpoint/a") is None
+    other.close()

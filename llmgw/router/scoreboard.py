@@ -92,6 +92,7 @@ class Scoreboard:
         self._fence = threading.Lock()
         self._mark = -1
         self._rows: dict[str, int] = {}
+        self._numbers: dict[int, int] | None = None
         self.own = self.view(column)
         self.others: list[memoryview[int]] = []
         self._look()
@@ -206,11 +207,20 @@ class Scoreboard:
         found = self._rows.get(name)
         if found is not None and self._cells[self._directory + found // WIDTH * 2] == wanted:
             return found
-        marks = self._marks()
-        if wanted not in marks:
+        number = self._number(wanted)
+        if number is None:
             return None
-        self._rows[name] = row = marks.index(wanted) * WIDTH
+        self._rows[name] = row = number * WIDTH
         return row
+
+    def _number(self, mark: int) -> int | None:
+        """Which row has this mark. The server, which alone writes marks, is asked at every report: it remembers them."""
+        if self.column:
+            marks = self._marks()
+            return marks.index(mark) if mark in marks else None
+        if self._numbers is None:
+            self._numbers = {known: number for number, known in enumerate(self._marks())}
+        return self._numbers.get(mark)
 
     def _marks(self) -> list[int]:
         return self._cells[self._directory : self._directory + self.rows * 2].tolist()[::2]
@@ -239,6 +249,7 @@ class Scoreboard:
             at = self._directory + number * 2
             self._cells[at + 1] = self._cells[at + 1] or version
         self._rows = assigned
+        self._numbers = None
         self.sweep()
         return dict(assigned)
 
@@ -261,6 +272,7 @@ class Scoreboard:
                 for column in (self.own, *self.others):
                     column[row : row + WIDTH] = ZEROS
                 freed.append(number)
+        self._numbers = None
         return freed
 
     # Columns.

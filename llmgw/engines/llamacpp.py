@@ -14,7 +14,7 @@ from twisted.plugin import IPlugin
 from zope.interface import implementer
 
 from llmgw.engines import failures, metrics
-from llmgw.engines.failures import CONFIGURATION, NODE, SOURCE, failure
+from llmgw.engines.failures import CONFIGURATION, NODE, RETRY, SOURCE, failure
 from llmgw.engines.launch import (
     commas,
     environment_problems,
@@ -51,7 +51,7 @@ _RESERVED = {
     **dict.fromkeys(("metrics", "no-metrics"), "llmgw reads its metrics"),
     **dict.fromkeys(("rpc", "log-file", "log-disable", "daemon"), "llmgw supervises one process and keeps its output"),
 }
-_FAILURES = (
+FAILURES = (
     failure(
         r"(?:invalid argument: |unrecognized arguments: )(?P<what>.+)",
         CONFIGURATION,
@@ -105,6 +105,13 @@ _FAILURES = (
         CONFIGURATION,
         "it ran out of device memory",
         "Lower `context`, use more devices, or set the argument n-gpu-layers.",
+    ),
+    failure(
+        r"Remote RPC server crashed or returned malformed response",
+        RETRY,
+        "an RPC server that holds a part of the model is gone, or of another build",
+        "Run one build of llama.cpp on all its nodes, and start the RPC servers anew.",
+        id="F46",
     ),
     failure(
         r"xllamacpp is not installed for (?P<what>\S+)",
@@ -265,7 +272,7 @@ class LlamaCpp:
 
     def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
         """By the texts that llama.cpp ends with."""
-        return failures.diagnosis("llama.cpp", _FAILURES, exit, tail)
+        return failures.diagnosis("llama.cpp", FAILURES, exit, tail)
 
 
 def _parallel_problems(profile: Profile) -> list[Problem]:

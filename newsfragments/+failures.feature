@@ -1,0 +1,1 @@
+Some fifty ways in which engines end are told as one sentence with a cause and what to do, among them those of NCCL, FlashInfer, torch.compile, MPI, IMEX and lost containers; each is tested by its number.

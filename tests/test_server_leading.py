@@ -15,6 +15,7 @@ from twisted.internet.threads import deferToThread
 from llmgw.errors import LlmgwError
 from llmgw.fleet.model import Model, StaticEndpoint
 from llmgw.server.controller import Controller
+from llmgw.store import leaserow
 from llmgw.store.errors import StoreError
 from llmgw.testing.certificates import Fleet
 from llmgw.testing.simulate import model
@@ -49,13 +50,14 @@ async def pair(make, *models, others=None):
 
 
 @pytest_twisted.ensureDeferred
-async def test_three_that_start_at_once_on_an_empty_database_have_one_leader(make):
-    """One makes the tables, one leads, all are up."""
+async def test_three_that_start_at_once_on_an_empty_database_have_one_leader(make, caplog_twisted):
+    """F10. One makes the tables while the others wait, one leads, all are up."""
     rigs = [make(name, STATIC) for name in ("cp1", "cp2", "cp3")]
     await DeferredList([Deferred.fromCoroutine(rig.start()) for rig in rigs], fireOnOneErrback=True)
     assert sorted(rig.server.role for rig in rigs) == ["leader", "standby", "standby"]
     await wait(lambda: all(len(rig.server.view.server()["servers"]) == 3 for rig in rigs), "all are seen", *rigs)
     await wait(lambda: {rig.server.leadership.epoch for rig in rigs} == {1}, "all know the epoch", *rigs)
+    assert not [line for line in caplog_twisted if "cannot be opened" in line]
 
 
 @pytest_twisted.ensureDeferred
@@ -120,7 +122,10 @@ async def test_f22_a_standby_says_who_leads_and_where_before_it_reads_anything(m
 
 @pytest_twisted.ensureDeferred
 async def test_f05_a_leader_that_cannot_renew_throws_the_leadership_away(make):
-    """I-L7. Links are closed with a word, another controller stands by, and what the old one still means to do is nothing."""
+    """I-L7. Links are closed with a word, another controller stands by, what the old one still means to do is nothing.
+
+    Takes the lease that has to run out.
+    """
     one, two = await pair(make, model("m", 1))
     agent = one.link("a", 1)
     await wait(lambda: one.row("m")["ready"], "ready", one, two)
@@ -170,8 +175,6 @@ async def test_a_leader_that_the_store_has_deposed_does_not_lead_on(make):
     epoch = one.server.leadership.epoch
 
     def take(connection):
-        from llmgw.store import leaserow
-
         seen = leaserow.made(connection.execute(leaserow.reading()).one())
         assert leaserow.run(connection, leaserow.taking(seen, two.server.store.holder, ("cp2.example:7443",)))
 
@@ -183,6 +186,22 @@ async def test_a_leader_that_the_store_has_deposed_does_not_lead_on(make):
     await wait(lambda: two.server.role == "leader", "led again", one, two)
     assert two.server.leadership.epoch > epoch
     assert two.server.keys.list() == []
+
+
+@pytest_twisted.ensureDeferred
+async def test_i_l3_a_change_that_meets_the_raising_of_the_epoch_deposes_nobody(make):
+    """The row says a higher epoch already, and our own name: the change is refused, and the next one goes through."""
+    one, two = await pair(make, STATIC)
+    leadership = one.server.leadership
+    leadership._table.change = lambda statements: True  # no renewal meets it before we do
+    raised, statements = leaserow.outranking(one.server.store.holder, leadership.epoch, 41)
+    await two.server.store.write("raise", lambda connection: leaserow.run(connection, statements))
+    with pytest.raises(LlmgwError, match="the store took nothing"):
+        await one.server.keys.create("x")
+    assert one.server.role == "leader" and raised == 42
+    leadership.epoch = leadership._tenure.epoch = raised
+    await one.server.keys.create("y")
+    assert [key.name for key in one.server.keys.list()] == ["y"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import signal
 import sys
@@ -12,7 +11,8 @@ import time
 import pytest
 
 from llmgw.testing.tiny_gguf import write_tiny_gguf
-from tests.end_to_end.fleet import QUICK, Stream, fake_model, until
+from tests.end_to_end.fleet import QUICK, fake_model, until
+from tests.end_to_end.load import Load
 
 STREAM = ("--events", "400", "--interval", "0.02")
 TINY = """
@@ -25,37 +25,6 @@ TINY = """
       arguments: {{parallel: 2, threads: 1{more}}}
       resources: {{devices: 0, host_memory: 64MiB}}
 """
-
-
-class Load:
-    """Clients that ask again and again, half of them with streams; C{failures} are what they would complain of."""
-
-    def __init__(self, fleet, clients=4):
-        self.asked, self.failures = 0, []
-        self._fleet, self._over = fleet, threading.Event()
-        self._threads = [threading.Thread(target=self._client, args=(n % 2 == 0,), daemon=True) for n in range(clients)]
-        for thread in self._threads:
-            thread.start()
-
-    def _client(self, streams):
-        while not self._over.is_set():
-            try:
-                if streams:
-                    Stream(self._fleet.router, "m", 5).whole()
-                elif (answer := self._fleet.ask())[0] != 200:
-                    raise RuntimeError(answer)
-            except (OSError, RuntimeError, AssertionError, http.client.HTTPException) as error:
-                self.failures.append(repr(error))
-            self.asked += 1
-            self._over.wait(0.02)
-
-    def end(self):
-        """Stop; fails if anybody was failed, or hardly anybody asked."""
-        self._over.set()
-        for thread in self._threads:
-            thread.join(30)
-        assert not self.failures, f"{len(self.failures)} of {self.asked} failed: {self.failures[:3]}"
-        assert self.asked > 30
 
 
 def start(fleet, models, nodes=("n1",), timing=QUICK):

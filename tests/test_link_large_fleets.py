@@ -85,9 +85,10 @@ def test_f39_a_fleet_comes_back_spread_also_when_its_server_is_away_for_a_while(
     chance = random.Random(7)
     world.random = chance.random
     port = world.server()
-    port.expected = 500
     agents = [world.agent(f"n{number}") for number in range(20)]
     world.net.until(lambda: len(port.sessions()) == 20)
+    port.expected = 500  # They were welcomed when there were few.
+    world.net.run(6)
     members = Members()
     world.stop(port)
     world.net.run(5)

@@ -153,6 +153,7 @@ class Talk:
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Beat):
+            self.spread = message.spread or self.spread
             self._report(message.serial)
         elif isinstance(message, Desired):
             if whole := self._joiner.add(message):

@@ -234,7 +234,13 @@ class FleetPort(Service):
     def _admit(self, peer: Any, tls: LinkTls) -> IProtocol:
         visitor = Visitor(self, self._reactor)
         core = ServerCore(
-            visitor, self._reactor, self._timing.heartbeat, lambda: self._leadership.epoch, self._deadlines, self._wall
+            visitor,
+            self._reactor,
+            self._timing.heartbeat,
+            lambda: self._leadership.epoch,
+            self._deadlines,
+            self._wall,
+            self._spread,
         )
         visitor.link = make_server_link(core)
         visitor.wire = Wire(self._reactor, visitor.link, decode_from_agent, lambda: tls.own, self._wall)
@@ -253,9 +259,11 @@ class FleetPort(Service):
         if refused := self._judge.wrong_side(certificate) or self._judge.unready():
             self._refuse(visitor, refused)
             return
-        spread = max(self.expected, len(self._sessions)) / REDIALS_PER_SECOND
         epoch, beat = self._leadership.epoch, self._timing.heartbeat
-        visitor.link.greet(Welcome(PROTOCOL, PROTOCOL, self._server, self._fleet, epoch, beat, spread, self._wall()))
+        visitor.link.greet(Welcome(PROTOCOL, PROTOCOL, self._server, self._fleet, epoch, beat, self._spread(), self._wall()))
+
+    def _spread(self) -> float:
+        return max(self.expected, len(self._sessions)) / REDIALS_PER_SECOND
 
     def registered(self, visitor: Visitor, register: Register) -> None:
         """It said who it is: judge it."""

@@ -41,7 +41,7 @@ C{inspect}     leader    operation, epoch, leader, weights, engine              
 C{fetch_log}   leader    operation, epoch, leader, shard, attempt, offset, limit                                  C{done}
 C{fetch}       leader    operation, epoch, leader, weights, cancel: begin to download, or end that                C{done}
 C{done}        agent     operation, ok, error, result                                                             -
-C{beat}        server    serial, epoch, clock                                                                     C{report}
+C{beat}        server    serial, epoch, clock, spread                                                             C{report}
 C{goaway}      server    reason, leader, addresses, text: then a clean close                                      -
 C{bye}         agent     reason, running: the shards left running; then a clean close                             -
 =============  ========  =======================================================================================  =============
@@ -240,11 +240,15 @@ class Done:
 
 @frozen
 class Beat:
-    """The server is there; a report with this serial says that the agent is, too."""
+    """The server is there; a report with this serial says that the agent is, too.
+
+    C{spread} is that of the welcome as it would be said now: the first nodes of a fleet are welcomed when there are few.
+    """
 
     serial: int
     epoch: int
     clock: float = 0.0
+    spread: float = 0.0
 
 
 @frozen

@@ -11,7 +11,8 @@ import pytest
 from tests.end_to_end.systemd_boot import boot, obstacle
 from tests.end_to_end.systemd_drive import AGENT, SERVER, UNITS
 
-pytestmark = pytest.mark.slow
+# One life of both units takes a minute and a half, most of which is the watchdog's patience.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def seen():
     folder = Path(tempfile.mkdtemp(prefix="llmgw-systemd-"))
     folder.chmod(0o755)
     try:
-        yield boot(folder, 400)
+        yield boot(folder, 300)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -17,9 +17,9 @@ from twisted.internet.interfaces import IReactorTime
 
 from llmgw.wire.framing import Malformed
 from llmgw.wire.link import Deadlines, Message, Timer, Wire, try_send
-from llmgw.wire.messages import Accepted, Beat, Desired, FetchLog, Goaway, Inspect, Refused, Register, Welcome
+from llmgw.wire.messages import Accepted, Beat, Desired, FetchLog, FetchWeights, Goaway, Inspect, Refused, Register, Welcome
 
-Question = Inspect | FetchLog
+Question = Inspect | FetchLog | FetchWeights
 
 # How many seconds late a timer may be before that tells of a process that was stopped or blocked.
 OVERSLEPT = 1.0
@@ -103,6 +103,7 @@ class ServerCore:
     epoch: Callable[[], int]
     deadlines: Deadlines = Deadlines()
     wall: Callable[[], float] = time.time
+    spread: Callable[[], float] = lambda: 0.0
     cause: str = ""
     serial: int = 0
     heard_at: float = 0.0
@@ -208,7 +209,7 @@ def _ask(link: ServerLink, core: ServerCore, message: Question) -> None:
 @Live.upon(ServerLink.ping).loop()
 def _ping(link: ServerLink, core: ServerCore) -> None:
     core.serial += 1
-    core.wire.send(Beat(core.serial, core.epoch(), core.wall()))
+    core.wire.send(Beat(core.serial, core.epoch(), core.wall(), core.spread()))
 
 
 @Live.upon(ServerLink.tick).loop()

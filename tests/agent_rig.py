@@ -17,6 +17,7 @@ from twisted.internet.task import deferLater
 
 from llmgw.agent.adoption import begin
 from llmgw.agent.checks import Checks
+from llmgw.agent.fetching import Fetching
 from llmgw.agent.node import Node
 from llmgw.agent.output import read_output
 from llmgw.agent.probe import EngineProbe
@@ -191,6 +192,7 @@ class NodeRig:
             equipment or Equipment(),
             lambda devices, pids: succeed(""),
             lambda: KEY,
+            Fetching(reactor, {}, path / "hub", path / "fetches.json", lambda: 0.0),
         )
 
     async def start(self) -> None:

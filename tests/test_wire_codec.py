@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from llmgw.fleet.fetch import Fetch, FetchState
 from llmgw.fleet.node import Device, DeviceProcess, Inventory, NodeFacts
 from llmgw.fleet.shard import Diagnosis, EngineLoad, ShardExit, ShardReport, ShardState, WeightFiles
 from llmgw.wire.codec import Unknown, decode_from_agent, decode_from_server, encode, from_plain, to_plain
@@ -20,6 +21,7 @@ from llmgw.wire.messages import (
     Done,
     Event,
     FetchLog,
+    FetchWeights,
     Goaway,
     Inspect,
     Refused,
@@ -42,12 +44,13 @@ SERVER = [
     Desired(7, "cp1", 11, 1, 2, (order(),)),
     Inspect("o1", 7, "cp1", "m.gguf", "llamacpp"),
     FetchLog("o2", 7, "cp1", "m/1/0", 0, -4096, 4096),
+    FetchWeights("o3", 7, "cp1", "hf:org/name", True),
     Beat(3, 7, 1.5),
     Goaway("stopping", "cp2", ("cp2:7443",), "text"),
 ]
 AGENT = [
     Register(1, "n1", "i", "b", 7, "cp1", FACTS, (SHARD,), "f1", 1.5, "0.1"),
-    Report(7, 11, (SHARD,), FACTS.inventory, 3, 1.5),
+    Report(7, 11, (SHARD,), FACTS.inventory, 3, 1.5, fetches=(Fetch("hf:org/name", FetchState.FAILED, 1, 2, error="gated"),)),
     Event("m/1/0", 2, "loading", "backoff", "reason", Diagnosis("retry", "text"), ("line 1", "line 2"), 1.5),
     Done("o1", False, "failed", {"text": "x", "deep": [{"a": None}]}),
     Bye("stopping", ("m/1/0",)),

@@ -20,6 +20,7 @@ from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.units import show_duration
 from llmgw.planning.explanation import heading
 from llmgw.planning.reconcile import explain
+from llmgw.server.fetches import Fetches
 from llmgw.server.imembers import Refusal
 from llmgw.server.operations import Conflict, Unknown
 from llmgw.server.rollouts import ACTIONS, Rollouts
@@ -73,7 +74,7 @@ class Handlers:
             ("GET", "/v1/usage"): self.usage,
             ("GET", "/v1/rollout"): self.rollout,
             ("POST", "/v1/rollout"): self.steer_rollout,
-            ("POST", "/v1/fetch"): not_yet,
+            ("POST", "/v1/fetch"): self.fetch,
             **Questions(self._server, self._reactor).routes(),
         }
 
@@ -208,6 +209,13 @@ class Handlers:
         rollouts = Rollouts(self._server.controller)
         return {"text": await rollouts.order(model, action, outage, fields.by), "model": model, "action": action}
 
+    async def fetch(self, fields: Fields) -> Data:
+        """Have nodes download a model's weights, or end that."""
+        model, node, cancel = fields.text("model"), fields.text("node", None), fields.flag("cancel")
+        rows = await Fetches(self._server.controller).order(model, node, cancel, fields.by)
+        follow = [] if cancel else ["Follow it with: llmgw status"]
+        return {"lines": [f"{row['node']}: {row['text']}" for row in rows] + follow, "model": model, "nodes": rows}
+
     async def orphans(self, fields: Fields) -> Data:
         """What runs without being wanted."""
         return {"orphans": [orphan_data(orphan) for orphan in self._server.operations.orphans()]}
@@ -318,7 +326,3 @@ def _key(record: KeyRecord) -> Data:
     shown = {name: value for name, value in asdict(record).items() if name not in ("digest", "old")}
     return shown | {"models": list(record.models), "old_until": max((secret.until for secret in record.old), default=None)}
 
-
-async def not_yet(fields: Fields) -> Data:
-    """For routes of commands that are not built yet."""
-    raise BadRequest("this version of llmgw-server cannot do that yet", "not_yet", 501)

@@ -13,24 +13,32 @@ from twisted.python.failure import Failure
 
 from llmgw.agent.installations import Installations
 from llmgw.agent.weights import WeightFinder
+from llmgw.fleet.fetch import Fetch
 from llmgw.fleet.node import Installation, Inventory
 from llmgw.fleet.shard import WeightFiles
 from llmgw.interfaces import Flags, IInventory
 
 EVERY = 30.0
+Busy = Callable[[str], Fetch | None]
 WEIGHTS_DEADLINE = 60.0
 
 
 class NodeEquipment:
-    """@ivar inventory: as last taken; None before the first time."""
+    """@param busy: the download of these weights that goes on here, None if none does.
+
+    @ivar inventory: as last taken; None before the first time.
+    """
 
     log = Logger()
 
-    def __init__(self, reactor: Any, taker: IInventory, installations: Installations, finder: WeightFinder) -> None:
+    def __init__(
+        self, reactor: Any, taker: IInventory, installations: Installations, finder: WeightFinder, busy: Busy = lambda _: None
+    ) -> None:
         self._reactor = reactor
         self._taker = taker
         self._installations = installations
         self._finder = finder
+        self._busy = busy
         self._loop = LoopingCall(self._again)
         self._loop.clock = reactor
         self.inventory: Inventory | None = None
@@ -77,6 +85,8 @@ class NodeEquipment:
 
     async def weights(self, weights: str) -> WeightFiles:
         """What is found of these weights; a file system that hangs is a problem of theirs, not of ours."""
+        if (fetch := self._busy(weights)) is not None:
+            return WeightFiles(weights, found=False, problem=f"{weights}: {fetch.text}", fetching=True)
         looked = deferToThreadPool(self._reactor, self._reactor.getThreadPool(), self._finder.inspect, weights)
         try:
             found: WeightFiles = await looked.addTimeout(WEIGHTS_DEADLINE, self._reactor)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from twisted.internet.defer import Deferred
 from zope.interface import Interface
 
-from llmgw.wire.messages import AgentMessage, Desired, Done, FetchLog, Inspect, Register, Report
+from llmgw.wire.messages import AgentMessage, Desired, Done, FetchLog, FetchWeights, Inspect, Register, Report
 
 
 class INode(Interface):
@@ -49,6 +49,9 @@ class INode(Interface):
 
     def fetch_log(message: FetchLog) -> Deferred[Done]:
         """Read an engine's output; the uplink sends the result."""
+
+    def fetch(message: FetchWeights) -> Deferred[Done]:
+        """Begin a download or end one; the uplink sends the result."""
 
     def report(beat: int = 0) -> Report:
         """All shards as they are now; C{epoch}, C{revision} and C{clock} are the uplink's to fill in."""

@@ -28,6 +28,7 @@ from zope.interface import implementer
 from llmgw import __version__
 from llmgw.agent.adoption import adopt_all, begin
 from llmgw.agent.checks import Checks, Equipment, Prepared
+from llmgw.agent.fetching import Fetching
 from llmgw.agent.inode import INode
 from llmgw.agent.operations import Operations
 from llmgw.agent.output import read_output
@@ -43,7 +44,7 @@ from llmgw.fleet.node import Installation, Inventory, NodeFacts
 from llmgw.fleet.plain import to_plain
 from llmgw.fleet.shard import ShardOrder, ShardReport, ShardState, Wanted
 from llmgw.interfaces import IEngineAdapter
-from llmgw.wire.messages import PROTOCOL, AgentMessage, Desired, Done, Event, FetchLog, Inspect, Register, Report
+from llmgw.wire.messages import PROTOCOL, AgentMessage, Desired, Done, Event, FetchLog, FetchWeights, Inspect, Register, Report
 
 EVENTS_KEPT = 200
 # A character may take six bytes as JSON, and a line of the link 1 MiB.
@@ -65,6 +66,7 @@ class Node:
 
     @param equipment: its hardware, engines and weights.
     @param released: see L{Surroundings.released}.
+    @param fetching: the downloads; they begin and end with the node.
     @param new_key: a new random secret for an engine.
     @param clock: wall time, for people only.
     """
@@ -80,6 +82,7 @@ class Node:
         equipment: Equipment,
         released: Released,
         new_key: Callable[[], str],
+        fetching: Fetching,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._reactor = reactor
@@ -88,6 +91,8 @@ class Node:
         self._adapters = adapters
         self._equipment = equipment
         self._released = released
+        self._fetching = fetching
+        fetching.changed = self._report_now
         self._clock = clock
         self._folders = ShardFolders(settings.state / "shards")
         self._operations = Operations(settings.state / "operations.jsonl")
@@ -114,10 +119,12 @@ class Node:
         for supervisor, run in found:
             begin(supervisor, run)
         self._prune()
+        self._fetching.start()
 
     def leave(self) -> None:
         """The agent ends; the engines do not."""
         self._send = None
+        self._fetching.stop()
         if self._reporting is not None and self._reporting.active():
             self._reporting.cancel()
         for supervisor in (*self._shards.values(), *self._replaced):
@@ -195,7 +202,8 @@ class Node:
         installed, former = self._equipment.installations(), self._installed
         self._installed = installed
         news = None if inventory == before else inventory
-        return Report(0, 0, self._reports(), news, beat, self._clock(), None if installed == former else installed)
+        installations = None if installed == former else installed
+        return Report(0, 0, self._reports(), news, beat, self._clock(), installations, self._fetching.all())
 
     def _reports(self) -> tuple[ShardReport, ...]:
         return tuple(supervisor.report() for _, supervisor in sorted(self._shards.items()))
@@ -321,6 +329,10 @@ class Node:
                 self._settle(supervisor)
             self._replaced = {supervisor for supervisor in self._replaced if not supervisor.is_over}
             self._shards = {name: supervisor for name, supervisor in self._shards.items() if not supervisor.refused}
+        self._report_now()
+
+    def _report_now(self) -> None:
+        """Once for all that happens in this turn."""
         if self._send is not None and (self._reporting is None or not self._reporting.active()):
             self._reporting = self._reactor.callLater(0, self._report_soon)
 
@@ -355,6 +367,18 @@ class Node:
         except LlmgwError as error:
             return Done(message.operation, False, "failed", {"text": str(error)})
         return Done(message.operation, True, "", {"files": to_plain(files)})
+
+    def fetch(self, message: FetchWeights) -> Deferred[Done]:
+        """Begin a download, or end it."""
+        return Deferred.fromCoroutine(self._fetch(message))
+
+    async def _fetch(self, message: FetchWeights) -> Done:
+        fetching, weights = self._fetching, message.weights
+        found = fetching.cancel(weights) if message.cancel else await fetching.order(weights)
+        if found is None:
+            text = f"nothing of {message.weights} is being downloaded on {self._settings.node}"
+            return Done(message.operation, False, "not_found", {"text": text})
+        return Done(message.operation, True, "", {"fetch": to_plain(found)})
 
     def fetch_log(self, message: FetchLog) -> Deferred[Done]:
         """Read output; the folder is found by shard and number, never by a path that somebody sent."""

@@ -20,6 +20,8 @@ from twisted.logger import Logger
 from twisted.python.failure import Failure
 
 from llmgw.agent.equipment import NodeEquipment
+from llmgw.agent.fetch_process import fetch_environment
+from llmgw.agent.fetching import Fetching
 from llmgw.agent.installations import Installations
 from llmgw.agent.inventory import NodeInventory
 from llmgw.agent.known_devices import KnownDevices
@@ -27,7 +29,7 @@ from llmgw.agent.node import Node
 from llmgw.agent.release import Release
 from llmgw.agent.statefolder import StateFolder
 from llmgw.agent.uplink import Uplink
-from llmgw.agent.weights import WeightFinder
+from llmgw.agent.weights import WeightFinder, hub_cache
 from llmgw.config.agent import AgentSettings
 from llmgw.daemon import give_up
 from llmgw.engines.launch import child_environment
@@ -142,7 +144,14 @@ def make_agent(settings: AgentSettings, reactor: Any) -> Agent:
     hardware = NodeInventory(reactor, settings.devices, settings.state, shard_of, time.time, known=known)
     cache = settings.state / "installations.json"
     installations = Installations(reactor, settings.engines, found, cache, environment)
-    equipment = NodeEquipment(reactor, hardware, installations, WeightFinder(settings.models, environment))
+    fetching = Fetching(
+        reactor,
+        fetch_environment(os.environ, environment),
+        hub_cache(environment),
+        settings.state / "fetches.json",
+        time.time,
+    )
+    equipment = NodeEquipment(reactor, hardware, installations, WeightFinder(settings.models, environment), fetching.busy)
     release = Release(reactor, hardware)
-    node = Node(reactor, settings, state, found, equipment, release.wait, lambda: secrets.token_hex(32))
+    node = Node(reactor, settings, state, found, equipment, release.wait, lambda: secrets.token_hex(32), fetching)
     return Agent(reactor, settings, state, equipment, node, Uplink(reactor, settings, node, SystemRandom().random))

@@ -47,7 +47,7 @@ COMMANDS = {
     "pki": "pki",
     "store": "store",
     "estimate": "estimate",
-    "fetch": "later",
+    "fetch": "fetch",
     "usage": "live",
     "top": "live",
 }

@@ -253,7 +253,7 @@ class WeightFiles:
     C{found} False with C{looked} lists the paths that were tried. C{config} is config.json as parsed, C{generation} the same of
     generation_config.json; C{gguf} the header's key-values; C{bytes} the size of the tensors and C{tensors} where they stand
     (None unknown); C{revision} the commit of a Hugging Face cache. C{loras} is what was found of the profile's adapters, in
-    their order; their C{config} is adapter_config.json.
+    their order; their C{config} is adapter_config.json. C{fetching}: they are being downloaded, so what is there is not whole.
     """
 
     weights: str
@@ -269,3 +269,4 @@ class WeightFiles:
     tensors: TensorBytes | None = None
     revision: str = ""
     loras: tuple[WeightFiles, ...] = ()
+    fetching: bool = False

@@ -112,7 +112,9 @@ def _weights(room: NodeRoom, want: Want) -> Check | None:
     if found.found:
         return Check("weights", "with unusable weights", detail=found.problem) if found.problem else None
     looked = ", ".join(found.looked)
-    return Check("weights", "without the weights", detail=found.problem or f"{weights} is not at {looked}" * bool(looked))
+    detail = found.problem or f"{weights} is not at {looked}" * bool(looked)
+    fetch = f"llmgw fetch {want.model} --node {room.name}" if weights.startswith("hf:") and not found.fetching else ""
+    return Check("weights", "without the weights", detail=": ".join(filter(None, (detail, fetch))))
 
 
 def _sick(room: NodeRoom) -> str:

@@ -19,6 +19,7 @@ from twisted.python.failure import Failure
 from zope.interface import implementer
 
 from llmgw.fleet.events import FleetEvent
+from llmgw.fleet.fetch import FetchState
 from llmgw.fleet.model import Model
 from llmgw.fleet.fetch import FetchState
 from llmgw.fleet.node import NodeState
@@ -378,7 +379,11 @@ class Controller:
     def report(self, node: str, session: str, message: Report) -> None:
         """See L{IMembers}."""
         before = here.fetches if (here := self.members.present.get(node)) else ()
+        before = here.fetches if (here := self.members.present.get(node)) else ()
         if self.members.report(node, session, message):
+            for fetch in set(message.fetches) - set(before):
+                if fetch.state is FetchState.DONE:
+                    self.weights.renew(node, fetch.weights)
             for fetch in set(message.fetches) - set(before):
                 if fetch.state is FetchState.DONE:
                     self.weights.renew(node, fetch.weights)

@@ -43,6 +43,7 @@ from llmgw.wire.messages import (
     Event,
     FetchLog,
     FetchWeights,
+    FetchWeights,
     Goaway,
     Inspect,
     Refused,

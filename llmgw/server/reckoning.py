@@ -12,6 +12,7 @@ from twisted.python.failure import Failure
 
 from llmgw.engines.registry import adapters
 from llmgw.errors import LlmgwError
+from llmgw.fleet.fetch import same_weights
 from llmgw.fleet.model import Profile
 from llmgw.fleet.plain import from_plain
 from llmgw.fleet.records import NodeRecord
@@ -92,6 +93,13 @@ class Weights:
         for key in [key for key in self.found if key[0] == node]:
             del self.found[key]
             self._missing.pop(key, None)
+
+    def renew(self, node: str, weights: str) -> None:
+        """They were downloaded: look again at once, under each name that they have."""
+        for key in [key for key in self.found if key[0] == node and same_weights(key[1]) == same_weights(weights)]:
+            del self.found[key]
+            self._missing.pop(key, None)
+        self._news()
 
     def pump(self, port: Asker, epoch: int, leader: str) -> None:
         """Ask the next nodes; to be called again after C{news}."""

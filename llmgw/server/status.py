@@ -13,6 +13,7 @@ from llmgw.planning.adopt import Orphan
 from llmgw.planning.replicas import Replica, group, wanted
 from llmgw.server.controller import Controller
 from llmgw.server.devices import Claims, claims, devices_data, equipment_data
+from llmgw.server.fetches import fetch_data
 from llmgw.server.rollouts import in_force, rollout_data
 from llmgw.server.routing import reasons
 
@@ -115,6 +116,7 @@ class Status:
             "since": record.since,
             "reason": record.reason,
             "certificate_expires": record.certificate_expires,
+            "fetches": [fetch_data(fetch) for fetch in here.fetches] if here else [],
             "notes": ([facts.inventory.problem] if facts and facts.inventory.problem else [])
             + (outdated(record.name, facts.installations, here.told.shards.values()) if facts and here else []),
         }

@@ -1,0 +1,1 @@
+`llmgw fetch MODEL [--node NAME] [--cancel]` has nodes download weights from the Hugging Face hub: disk checked first, progress in `status`, interrupted downloads resumed, every hash checked, and a gated model told with where to accept its licence and set the token; missing `hf:` weights name the command.

@@ -159,7 +159,8 @@ async def test_devices_are_never_given_twice(rigs):
     assert rig.said[-1] == done or done in rig.said[-3:]
     shared = [order(SLEEP, shard=f"s/{n}/0", devices=("GPU-b",), share=True) for n in (1, 2)]
     rig.order(first, *shared)
-    await until(rig.reactor, lambda: all(rig.reports()[one.shard].pid for one in shared))
+    await until(rig.reactor, lambda: rig.reports()["s/1/0"].pid)
+    assert rig.reports()["s/2/0"].reason == "waits for the start of s/1/0 on the same device"
 
 
 @pytest_twisted.ensureDeferred

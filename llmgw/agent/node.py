@@ -38,6 +38,7 @@ from llmgw.agent.reports import Surroundings, Transition
 from llmgw.agent.shardfolder import Intent, ShardFolders
 from llmgw.agent.statefolder import StateFolder
 from llmgw.agent.supervisor import Supervisor
+from llmgw.agent.turns import Turns
 from llmgw.config.agent import AgentSettings
 from llmgw.errors import LlmgwError
 from llmgw.fleet.node import Installation, Inventory, NodeFacts
@@ -51,6 +52,8 @@ EVENTS_KEPT = 200
 LOG_LIMIT = 128 * 1024
 
 # Where the effect of an order is there; one that is over has been stopped, and drained, too.
+_STARTS = (ShardState.STARTING, ShardState.LOADING)
+_STARTED = (ShardState.READY, ShardState.DRAINING)
 _REACHED = {
     Wanted.RUN: (ShardState.READY, ShardState.DRAINING),
     Wanted.DRAIN: (ShardState.DRAINING, ShardState.STOPPING),
@@ -99,6 +102,7 @@ class Node:
         self._shards: dict[str, Supervisor] = {}
         self._replaced: set[Supervisor] = set()
         self._pending: dict[str, tuple[Supervisor, Wanted]] = {}
+        self._turns = Turns()
         self._unsent: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._send: Callable[[AgentMessage], None] | None = None
         self._reporting: Any = None
@@ -118,6 +122,8 @@ class Node:
         self._shards = {supervisor.intent.order.shard: supervisor for supervisor, _ in found}
         for supervisor, run in found:
             begin(supervisor, run)
+            if supervisor.state in _STARTS:
+                self._turns.began(supervisor, _shared(supervisor.intent.order))
         self._prune()
         self._fetching.start()
 
@@ -289,9 +295,18 @@ class Node:
         async def prepare() -> Prepared:
             if current is not None:
                 await self._replace(current, order)
+            await self._turn(supervisor, order)
             return await self._checks.prepare(order)
 
         supervisor.start(prepare)
+
+    async def _turn(self, supervisor: Supervisor, order: ShardOrder) -> None:
+        """Wait until nobody else starts on its devices; who does not share them needs no turn, but to be alone there."""
+        turn = self._turns.take(supervisor, _shared(order))
+        before = [other.intent.order.shard for other in self._turns.before(supervisor) if isinstance(other, Supervisor)]
+        if before:
+            supervisor.waits(f"waits for the start of {before[0]} on the same device")
+        await turn
 
     async def _replace(self, current: Supervisor, order: ShardOrder) -> None:
         """End an attempt that another follows; two of one shard never run at once."""
@@ -327,6 +342,8 @@ class Node:
             self._tell_event(said)
             for supervisor in list(self._supervisors()):
                 self._settle(supervisor)
+                if supervisor.is_over or supervisor.state in _STARTED:
+                    self._turns.end(supervisor)
             self._replaced = {supervisor for supervisor in self._replaced if not supervisor.is_over}
             self._shards = {name: supervisor for name, supervisor in self._shards.items() if not supervisor.refused}
         self._report_now()
@@ -404,3 +421,8 @@ class Node:
         text, after = chunk.text(intent.key if intent else "")
         found = {"attempt": folder.attempt, "offset": chunk.offset, "next": after, "size": chunk.size, "text": text}
         return Done(message.operation, True, "", found)
+
+
+def _shared(order: ShardOrder) -> tuple[str, ...]:
+    """The devices on which others may start, too."""
+    return order.allocation.devices if order.profile.resources.share else ()

@@ -14,7 +14,7 @@ from twisted.logger import Logger
 from llmgw.agent.output import read_output, written
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import ProcessId, Tree
-from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline
+from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline, Stillness
 from llmgw.agent.shardfolder import AttemptFolder, Intent
 from llmgw.fleet.shard import EngineLoad, ShardState
 from llmgw.fleet.units import show_duration
@@ -75,6 +75,7 @@ class Observer:
         self.progress: float | None = None
         self.load = EngineLoad()
         self.health = Health()
+        self._still = Stillness()
         self.conditions: frozenset[str] = frozenset()
         self.ended = False
 
@@ -164,6 +165,9 @@ class Observer:
             return
         problem = await self._probe.healthy(intent)
         await self._ask_load(intent)
+        self._still.saw(self._reactor.seconds(), self.load, written(self._watched.folder.path))
+        if not problem and self._still.doubtful(self._reactor.seconds()):
+            problem = await self._probe.works(intent)
         before = self.health.healthy
         now = self._reactor.seconds()
         self.health.saw(now, problem, self.load.tokens, written(self._watched.folder.path))

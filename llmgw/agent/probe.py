@@ -7,8 +7,9 @@ our own processes. Every answer is bounded in time and size.
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,8 +20,17 @@ from twisted.internet.endpoints import HostnameEndpoint, TCP4ClientEndpoint, TCP
 from twisted.internet.error import ConnectError, ConnectingCancelledError, ConnectionDone, ConnectionLost, DNSLookupError
 from twisted.internet.interfaces import IStreamClientEndpoint
 from twisted.internet.protocol import Protocol
+from twisted.internet.task import Cooperator
 from twisted.python.failure import Failure
-from twisted.web.client import URI, Agent, HTTPConnectionPool, ResponseDone, ResponseFailed, _HTTP11ClientFactory
+from twisted.web.client import (
+    URI,
+    Agent,
+    FileBodyProducer,
+    HTTPConnectionPool,
+    ResponseDone,
+    ResponseFailed,
+    _HTTP11ClientFactory,
+)
 from twisted.web.http import PotentialDataLoss
 from twisted.web.http_headers import Headers
 from twisted.web.iweb import IAgentEndpointFactory
@@ -30,6 +40,7 @@ from llmgw.agent.ports import holder, owned_by
 from llmgw.agent.shardfolder import Intent
 
 DEADLINE = 5.0
+DEEP = 6  # times that long a token may take
 BIGGEST = 4 * 2**20
 EXPECTED = (ConnectError, ConnectionDone, ConnectionLost, ResponseFailed, DNSLookupError)
 # What connecting and Agent make of being cancelled, which is how a deadline ends them.
@@ -113,23 +124,41 @@ class EngineProbe:
     def __init__(self, reactor: Any, deadline: float = DEADLINE) -> None:
         self._reactor = reactor
         self._deadline = deadline
+        self._cooperator = Cooperator(scheduler=lambda step: reactor.callLater(0, step))
         pool = HTTPConnectionPool(reactor, persistent=False)
         pool._factory = _Quiet  # Two log lines for each question, every few seconds, are too many.
         self._agent = Agent.usingEndpointFactory(reactor, _Direct(reactor, deadline), pool)
 
     async def get(self, url: str, key: str) -> Answer:
         """GET C{url}; whatever goes wrong, being cancelled too, is an answer of status 0."""
+        return await self._bounded(self._request(b"GET", url, key), self._deadline)
+
+    async def works(self, intent: Intent) -> str:
+        """Why it seems to infer no more, empty if it does: one token is asked for. A refusal of that shows that it thinks."""
+        model = (*intent.order.served, intent.order.model)[0]
+        asked = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
+        request = self._request(b"POST", f"{intent.url}/v1/completions", intent.key, asked)
+        answer = await self._bounded(request, self._deadline * DEEP)
+        if 0 < answer.status < 500:
+            return ""
+        said = answer.body.decode(errors="replace")[:200] if answer.status == 0 else str(answer.status)
+        return f"it has requests and makes no token, and asked for one: {said}"
+
+    async def _bounded(self, request: Coroutine[Any, Any, Answer], deadline: float) -> Answer:
         began = self._reactor.seconds()
         try:
-            return await Deferred.fromCoroutine(self._get(url, key)).addTimeout(self._deadline, self._reactor)
+            return await Deferred.fromCoroutine(request).addTimeout(deadline, self._reactor)
         except (*LATE, *EXPECTED) as error:
-            if isinstance(error, LATE) or self._reactor.seconds() - began >= self._deadline:
-                return Answer(0, f"no answer in {self._deadline:g} s".encode())
+            if isinstance(error, LATE) or self._reactor.seconds() - began >= deadline:
+                return Answer(0, f"no answer in {deadline:g} s".encode())
             return Answer(0, str(error).encode() or type(error).__name__.encode())
 
-    async def _get(self, url: str, key: str) -> Answer:
+    async def _request(self, method: bytes, url: str, key: str, sent: bytes | None = None) -> Answer:
         headers = Headers({"user-agent": ["llmgw-agent"], **({"authorization": [f"Bearer {key}"]} if key else {})})
-        response = await self._agent.request(b"GET", url.encode("ascii"), headers)
+        if sent is not None:
+            headers.addRawHeader(b"content-type", b"application/json")
+        bytes_sent = FileBodyProducer(io.BytesIO(sent), cooperator=self._cooperator) if sent is not None else None
+        response = await self._agent.request(method, url.encode("ascii"), headers, bytes_sent)
         body = _Body()
         response.deliverBody(body)
         return Answer(response.code, await body.done)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from attrs import define, field
 
+from llmgw.fleet.shard import EngineLoad
+
 LONGEST_START = 7200.0
 QUIET = 60.0
 FAILURES = 3
 HUNG_AFTER = 60.0
 RECOVERIES = 2
+STILL, STILL_FULL = 60.0, 600.0
 
 
 @define
@@ -43,6 +46,31 @@ class StartDeadline:
         spent = now - self.began
         still = self.quiet(now) >= min(QUIET, self.timeout)
         return spent >= self.timeout and (still or spent >= max(LONGEST_START, self.timeout))
+
+
+@define
+class Stillness:
+    """An engine that has requests and makes nothing of them, no token and no output, for 60 s may hang although it says that it
+    is well; for 10 minutes, if requests wait in it: then a long prompt of each may be why, and it has no place to try.
+    """
+
+    since: float | None = None
+    _waits: bool = False
+    _tokens: int | None = None
+    _written: int = 0
+
+    def saw(self, now: float, load: EngineLoad, written: int) -> None:
+        """What it says of itself; of one that tells no tokens nothing can be said."""
+        moved = load.tokens != self._tokens or written != self._written or not load.running or load.tokens is None
+        self._tokens, self._written, self._waits = load.tokens, written, bool(load.waiting)
+        if moved:
+            self.since = None
+        elif self.since is None:
+            self.since = now
+
+    def doubtful(self, now: float) -> bool:
+        """Whether to try if it still works."""
+        return self.since is not None and now - self.since >= (STILL_FULL if self._waits else STILL)
 
 
 @define

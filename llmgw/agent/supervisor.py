@@ -207,6 +207,11 @@ class Supervisor:
             self.code = code
             self._life.fail(reason, False)
 
+    def waits(self, reason: str) -> None:
+        """Its start has to wait for another one."""
+        self.reason = reason
+        self.changed()
+
     def changed(self) -> None:
         """Something but its state is another."""
         self._around.tell(self.report())

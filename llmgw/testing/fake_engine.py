@@ -2,7 +2,8 @@
 
 It speaks OpenAI's HTTP (chat, completions, embeddings, models), C{/health} and C{/metrics}, enforces the key in
 C{$LLMGW_ENGINE_KEY} where that is set, and misbehaves on request: it dies, hangs, lies, floods, ignores SIGTERM, leaves
-children. Its start is printed in the lines that the C{command} adapter reads. C{POST /fake/hang} and C{/fake/exit} act later.
+children. Its start is printed in the lines that the C{command} adapter reads. C{POST /fake/hang}, C{/fake/stall} (it answers
+all but inference) and C{/fake/exit} act later.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Engine:
         self.settings = settings
         self.names: list[str] = settings.name or ["fake"]
         self.key = key
-        self.loaded = self.hanging = False
+        self.loaded = self.hanging = self.stalled = False
         self.running = self.tokens = self.aborted = self.served = 0
 
     async def run(self) -> None:
@@ -162,6 +163,9 @@ class Engine:
         if path == "/fake/hang":
             self.hanging = True
             return self.answer(writer, 200, "text/plain", "hanging")
+        if path == "/fake/stall":
+            self.stalled = True
+            return self.answer(writer, 200, "text/plain", "stalled")
         if path == "/fake/exit":
             self.exit(self.settings.exit_code)
         asked: dict[str, Any] = json.loads(body)
@@ -225,6 +229,8 @@ class Engine:
         for index in range(count):
             if index and self.settings.interval:
                 await asyncio.sleep(self.settings.interval)
+            if self.stalled:
+                await asyncio.Event().wait()
             self.tokens += 1
             yield WORDS[index % len(WORDS)]
 

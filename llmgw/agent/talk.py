@@ -164,8 +164,6 @@ class Talk:
             self._ask(message, lambda: self._common.node.fetch_log(message))
         elif isinstance(message, FetchWeights):
             self._ask(message, lambda: self._common.node.fetch(message))
-        elif isinstance(message, FetchWeights):
-            self._ask(message, lambda: self._common.node.fetch(message))
         elif isinstance(message, Unknown):
             self._send(Done(message.operation, False, "unsupported", {"text": f"this agent does not know {message.type}"}))
 

@@ -21,7 +21,6 @@ from zope.interface import implementer
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.fetch import FetchState
 from llmgw.fleet.model import Model
-from llmgw.fleet.fetch import FetchState
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
@@ -379,11 +378,7 @@ class Controller:
     def report(self, node: str, session: str, message: Report) -> None:
         """See L{IMembers}."""
         before = here.fetches if (here := self.members.present.get(node)) else ()
-        before = here.fetches if (here := self.members.present.get(node)) else ()
         if self.members.report(node, session, message):
-            for fetch in set(message.fetches) - set(before):
-                if fetch.state is FetchState.DONE:
-                    self.weights.renew(node, fetch.weights)
             for fetch in set(message.fetches) - set(before):
                 if fetch.state is FetchState.DONE:
                     self.weights.renew(node, fetch.weights)

@@ -43,7 +43,6 @@ from llmgw.wire.messages import (
     Event,
     FetchLog,
     FetchWeights,
-    FetchWeights,
     Goaway,
     Inspect,
     Refused,

@@ -13,7 +13,6 @@ from attrs import evolve, frozen
 from twisted.logger import Logger
 
 from llmgw.fleet.fetch import Fetch
-from llmgw.fleet.fetch import Fetch
 from llmgw.fleet.node import Inventory, NodeFacts
 from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import ShardReport, Wanted
@@ -37,7 +36,6 @@ class Present:
     facts: NodeFacts
     told: Told
     certificate_expires: float | None = None
-    fetches: tuple[Fetch, ...] = ()
     fetches: tuple[Fetch, ...] = ()
 
 

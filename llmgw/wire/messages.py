@@ -40,7 +40,6 @@ C{event}       agent     shard, attempt, before, after, reason, diagnosis, tail,
 C{inspect}     leader    operation, epoch, leader, weights, engine                                                C{done}
 C{fetch_log}   leader    operation, epoch, leader, shard, attempt, offset, limit                                  C{done}
 C{fetch}       leader    operation, epoch, leader, weights, cancel: begin to download, or end that                C{done}
-C{fetch}       leader    operation, epoch, leader, weights, cancel: begin to download, or end that                C{done}
 C{done}        agent     operation, ok, error, result                                                             -
 C{beat}        server    serial, epoch, clock, spread                                                             C{report}
 C{goaway}      server    reason, leader, addresses, text: then a clean close                                      -
@@ -85,7 +84,6 @@ from typing import Any
 
 from attrs import field, frozen
 
-from llmgw.fleet.fetch import Fetch
 from llmgw.fleet.fetch import Fetch
 from llmgw.fleet.node import Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Diagnosis, ShardOrder, ShardReport
@@ -231,20 +229,6 @@ class FetchWeights:
 
 
 @frozen
-class FetchWeights:
-    """Download these weights into the node's cache, or C{cancel} that; the result's C{fetch} is the L{Fetch} as it is by then.
-
-    It is answered when it has begun and what it takes is known, not when it is over: reports tell how it goes on.
-    """
-
-    operation: str
-    epoch: int
-    leader: str
-    weights: str
-    cancel: bool = False
-
-
-@frozen
 class Done:
     """The outcome of an operation. C{error} is a stable word, C{result} what belongs to it (a text under C{text})."""
 
@@ -292,7 +276,6 @@ FROM_SERVER: dict[str, type] = {
     "desired": Desired,
     "inspect": Inspect,
     "fetch_log": FetchLog,
-    "fetch": FetchWeights,
     "fetch": FetchWeights,
     "beat": Beat,
     "goaway": Goaway,

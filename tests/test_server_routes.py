@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from llmgw.fleet.model import Catalog, Model, Profile, Scale, StaticEndpoint
+from llmgw.fleet.model import Catalog, Lora, Model, Profile, Scale, StaticEndpoint
 from llmgw.fleet.node import Inventory, NodeFacts, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import Allocation, ShardReport, ShardState, Wanted
 from llmgw.planning.world import Told
 from llmgw.router.table import RoutedModel, Table, endpoint
-from llmgw.server.routes import Known, build
+from llmgw.server.live import targets
+from llmgw.server.routes import Known, build, parts_of
 from llmgw.server.routing import same
 from llmgw.store.records import KeyRecord
 
@@ -173,3 +174,33 @@ def test_equal_tables_are_not_published_again():
     one = build(known(shard()), None)
     other = build(known(shard()), None)
     assert same(one, other) and not same(one, build(known(shard(), reasons={"m": "x"}, models=[Model("n")]), None))
+
+
+def test_ranks_that_serve_are_endpoints_of_their_replica():
+    """With hybrid balancing every node's own; they come and go with the replica, and are inherited with it."""
+    other = shard(1, "b", url="http://b.sim:21001/v1", rank=1, nodes=("a", "b"))
+    other = evolve(other, shard="m/1/1")
+    head = shard(1, nodes=("a", "b"))
+    table = build(known(head, other), None)
+    assert [(one.id, one.host) for one in table.endpoints] == [("m/1", "a.sim"), ("m/1/1", "b.sim")]
+    assert routed(table) == ("m/1", "m/1/1")
+    assert build(known(head, evolve(other, state=ShardState.LOADING)), table).endpoints == ()
+    assert routed(build(known(head, evolve(other, url="")), None)) == ("m/1",), "a rank without HTTP is none"
+    assert routed(build(known(), table)) == ("m/1", "m/1/1"), "a leader without records goes on with the table"
+    assert parts_of([head, other]) == {"m/1": ["m/1", "m/1/1"]}
+
+
+def test_adapters_are_models_on_the_replicas_that_have_them():
+    """Under their own name to the engine; where no replica was started with one, its reason says what to do."""
+    tuned = Lora("tuned", "loras/tuned")
+    with_it = evolve(PROFILE, loras=(tuned,))
+    model = Model("m", profile=with_it)
+    table = build(known(shard(1, profile=with_it), shard(2, "b", profile=PROFILE), models=[model]), None)
+    adapter = next(one for one in table.models if one.name == "tuned")
+    assert (adapter.endpoints, adapter.served, adapter.reason) == (("m/1",), "tuned", "")
+    assert routed(table) == ("m/1", "m/2")
+    bare = build(known(shard(2, "b", profile=PROFILE), models=[model]), table)
+    assert next(one.reason for one in bare.models if one.name == "tuned").endswith("llmgw restart m")
+    gone = build(known(shard(1, profile=with_it)), table)
+    assert "tuned" not in [one.name for one in gone.models], "an adapter leaves with its entry"
+    assert [row["labels"]["model"] for row in targets(table)] == ["m", "m"], "its engines are its base's"

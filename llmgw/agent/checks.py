@@ -93,6 +93,8 @@ class Checks:
         self._check_ports(order)
         weights = order.profile.weights
         files = await self._equipment.weights(weights) if weights else None
+        if files is not None and order.profile.loras:
+            files = evolve(files, loras=tuple([await self._equipment.weights(lora.weights) for lora in order.profile.loras]))
         flags = await self._equipment.flags(installation)
         self._check_profile(order, adapter, installation, files, flags)
         key = self._new_key()

@@ -163,7 +163,8 @@ def read_folder(path: Path, files: list[Path]) -> WeightFiles:
     return evolve(
         found,
         format=found.format or ("safetensors" if named else ""),
-        config=_configuration(config),
+        # A LoRA adapter has its own file in place of a model's.
+        config=_configuration(config if config.exists() else path / "adapter_config.json"),
         generation=_configuration(path / "generation_config.json"),
         problem=problem,
     )

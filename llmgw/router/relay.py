@@ -203,7 +203,7 @@ class Exchange:
             upstream.give_back(connection)
             return
         self._connection = connection
-        pieces = self.body.sent_to(upstream.config.model)
+        pieces = self.body.sent_to(self.served.config.served or upstream.config.model)
         fields = [b"%b: %b\r\n" % field for field in request.fields]
         head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n%b\r\n" % (
             upstream.head(self.call, request.query), self.answer_id, sum(map(len, pieces)), b"".join(fields),

@@ -59,6 +59,7 @@ class RoutedModel(Struct, frozen=True, omit_defaults=True):
     @ivar fallbacks: names of models that answer when this one has no endpoint, in order.
     @ivar max_in_flight: over all its endpoints, None no bound but theirs.
     @ivar on_demand: it sleeps at zero replicas and is woken by a request, which waits in the queue.
+    @ivar served: the name that its engines know it by where that is not the endpoint's own: a LoRA adapter's.
     @ivar retry_after: seconds that a caller is told to wait when it is not ready.
     """
 
@@ -73,6 +74,7 @@ class RoutedModel(Struct, frozen=True, omit_defaults=True):
     on_demand: bool = False
     retry_after: int = 5
     created: int = 0
+    served: str = ""
 
 
 class KeyEntry(Struct, frozen=True, omit_defaults=True):

@@ -79,7 +79,7 @@ def targets(table: Table | None) -> list[Data]:
     """The engines that llmgw runs, as Prometheus' C{http_sd} wants them: their own metrics, labelled with model and replica."""
     if table is None:
         return []
-    models = {id: model.name for model in table.models for id in model.endpoints}
+    models = {id: model.name for model in table.models if not model.served for id in model.endpoints}
     return [
         {
             "targets": [f"[{one.host}]:{one.port}" if ":" in one.host else f"{one.host}:{one.port}"],

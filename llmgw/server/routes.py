@@ -7,7 +7,7 @@ knows less than the table on disk (a lost store) goes on routing to what that ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from attrs import frozen
@@ -56,6 +56,7 @@ def build(known: Known, before: Table | None) -> Table:
             found += ours + _inherited(known, model.name, before, enough=len(ours) >= max(1, model.replicas.min))
         endpoints += found
         models.append(_model(known, model, found))
+        models += _adapters(known, model, replicas.get(model.name, []), found)
     models += _leftover(known, before, endpoints)
     keys = tuple(_key(record) for record in known.keys.values() if record.revoked is None)
     return Table(epoch=known.epoch, models=tuple(models), endpoints=tuple(endpoints), keys=keys)
@@ -74,6 +75,20 @@ def _model(known: Known, model: Model, found: list[RoutedEndpoint]) -> RoutedMod
         routing.max_waiting,
         on_demand=model.profile is not None and model.replicas.min == 0 and model.replicas.max > 0,
     )
+
+
+def _adapters(known: Known, model: Model, replicas: list[Replica], routed: list[RoutedEndpoint]) -> list[RoutedModel]:
+    """The model's LoRA adapters, each on those replicas that were started with it."""
+    made = []
+    for adapter in model.profile.loras if model.profile else ():
+        started = (replica for replica in replicas if replica.shards[0].profile is not None)
+        having = {one.id for one in started if adapter in one.shards[0].profile.loras}  # type: ignore[union-attr]
+        ids = [one.id for one in routed if {one.id, replica_of(one.id)} & having]
+        without = f"its replicas run without the adapter {adapter.name}: llmgw restart {model.name}"
+        reason = "" if ids else without if routed else _reason(known, model.name)
+        policy = model.routing.policy
+        made.append(RoutedModel(adapter.name, endpoints=tuple(ids), policy=policy, reason=reason, served=adapter.name))
+    return made
 
 
 def _reason(known: Known, model: str) -> str:
@@ -99,7 +114,24 @@ def _ours(known: Known, model: Model, replicas: list[Replica]) -> list[RoutedEnd
     serving = [replica for replica in replicas if _routable(known, replica)]
     certain = [replica for replica in serving if not _on_lost_node(known, replica)]
     enough = sum(replica.ready for replica in certain) >= max(1, model.replicas.min)
-    return [_endpoint(known, replica) for replica in (certain if enough else serving)]
+    return [one for replica in (certain if enough else serving) for one in _endpoints_of(known, replica)]
+
+
+def _endpoints_of(known: Known, replica: Replica) -> list[RoutedEndpoint]:
+    """The head's, and those of other ranks that serve for themselves."""
+    others = [shard for shard in replica.shards[1:] if shard.url]
+    return [_endpoint(known, replica), *(_of_shard(known, shard, shard.shard) for shard in others)]
+
+
+def parts_of(shards: Iterable[ShardRecord]) -> dict[str, list[str]]:
+    """By replica, the ids of its endpoints."""
+    found: dict[str, list[str]] = {}
+    for shard in shards:
+        replica = replica_of(shard.shard)
+        found.setdefault(replica, [replica])
+        if shard.rank and shard.url:
+            found[replica].append(shard.shard)
+    return found
 
 
 def _routable(known: Known, replica: Replica) -> bool:
@@ -126,10 +158,13 @@ def _on_lost_node(known: Known, replica: Replica) -> bool:
 
 
 def _endpoint(known: Known, replica: Replica) -> RoutedEndpoint:
-    head = replica.shards[0]
-    report = known.reports(head.allocation.node, head.shard) if head.allocation else None
-    name = head.served[0] if head.served else head.model
-    return _made(replica.id, head.url, name, head.key, report.limit if report else None)
+    return _of_shard(known, replica.shards[0], replica.id)
+
+
+def _of_shard(known: Known, shard: ShardRecord, id: str) -> RoutedEndpoint:
+    report = known.reports(shard.allocation.node, shard.shard) if shard.allocation else None
+    name = shard.served[0] if shard.served else shard.model
+    return _made(id, shard.url, name, shard.key, report.limit if report else None)
 
 
 @lru_cache(maxsize=20_000)
@@ -144,7 +179,9 @@ def _inherited(known: Known, model: str, before: Table | None, enough: bool = Fa
         return []
     recorded = {replica_of(record.shard) for record in known.shards.values() if record.model == model}
     listed = next((routed.endpoints for routed in before.models if routed.name == model), ())
-    kept = [one for one in before.endpoints if one.id in listed and not one.static and one.id not in recorded]
+    kept = [
+        one for one in before.endpoints if one.id in listed and not one.static and not {one.id, replica_of(one.id)} & recorded
+    ]
     return [one for one in kept if address_of(one) not in known.denied and not _denied(known, one)]
 
 
@@ -167,10 +204,12 @@ def _leftover(known: Known, before: Table | None, endpoints: list[RoutedEndpoint
     replicas = group(known.shards.values())
     names = [*replicas, *(routed.name for routed in (before.models if before else ()))]
     models = []
+    adapters = {adapter.name for model in known.catalog.models if model.profile for adapter in model.profile.loras}
+    adapters |= {routed.name for routed in (before.models if before else ()) if routed.served}
     for name in dict.fromkeys(names):
-        if known.catalog.get(name) is not None:
+        if known.catalog.get(name) is not None or name in adapters:
             continue
-        found = [_endpoint(known, replica) for replica in replicas.get(name, []) if _routable(known, replica)]
+        found = [one for r in replicas.get(name, []) if _routable(known, r) for one in _endpoints_of(known, r)]
         found += _inherited(known, name, before)
         if found:
             endpoints += found

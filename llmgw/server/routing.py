@@ -21,7 +21,7 @@ from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
 from llmgw.planning.reconcile import Outcome
 from llmgw.router.table import Table
 from llmgw.server.membership import Membership
-from llmgw.server.routes import Known, address_of, build
+from llmgw.server.routes import Known, address_of, build, parts_of
 from llmgw.server.truth import Truth
 
 SERVING = (ShardState.READY, ShardState.DRAINING)
@@ -75,6 +75,7 @@ class Routing:
         self._secrets: dict[str, str] = {}
         self._waiting: set[str] = set()
         self._leaving: set[str] = set()
+        self._parts: dict[str, list[str]] = {}
         self._published = False
         self.before: Table | None = None
         self.unrouted: set[str] = set()
@@ -91,7 +92,8 @@ class Routing:
 
     def idle(self) -> frozenset[str]:
         """Leaving replicas on which nothing runs any more."""
-        return frozenset(replica for replica in self.unrouted & self._leaving if self._routers.in_flight(replica) == 0)
+        there = self.unrouted & self._leaving
+        return frozenset(one for one in there if not sum(map(self._routers.in_flight, self._parts.get(one, [one]))))
 
     def failed(self, endpoint_id: str, kind: str, text: str) -> None:
         """A request has failed at an endpoint. That is for breakers, but for a refused key: another engine has its port."""
@@ -120,10 +122,11 @@ class Routing:
     def heard(self, shards: Iterable[ShardReport], away: bool = False) -> None:
         """A node has reported these shards, or is C{away}: what their engines say of their load corrects the routers' counts."""
         for shard in shards:
-            if shard.rank == 0:
+            if shard.rank == 0 or shard.url:
                 load, serves = shard.load, shard.state in SERVING and not away
                 known = serves and load.running is not None
-                self._routers.reported(replica_of(shard.shard), (load.running or 0) + (load.waiting or 0) if known else None)
+                id = shard.shard if shard.rank else replica_of(shard.shard)
+                self._routers.reported(id, (load.running or 0) + (load.waiting or 0) if known else None)
 
     def publish(self, truth: Truth, members: Membership, outcome: Outcome | None, epoch: int) -> None:
         """Make the table from the truth and give it to the routers if it says anything new."""
@@ -164,6 +167,7 @@ class Routing:
         """Wait for the word of all routers on each replica that is leaving."""
         shards = [record for record in truth.shards.values() if record.allocation is not None]
         self._leaving = {replica_of(r.shard) for r in shards if r.wanted is not Wanted.RUN}
+        self._parts = parts_of(r for r in shards if r.wanted is not Wanted.RUN)
         self.unrouted &= self._leaving
         self._waiting &= self._leaving
         fresh = self._leaving - self.unrouted - self._waiting

@@ -1,0 +1,102 @@
+"""Replicas over two nodes, through real daemons: placed in one fabric, served from rank 0, and refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+from tests.end_to_end.fleet import processes, until
+
+RANKED = f"""
+  - name: wide
+    profile:
+      engine: command
+      argv: [{sys.executable}, -m, llmgw.testing.ranked_engine, --port, "{{port}}", --name, "{{model}}", --rank, "{{rank}}",
+             --nodes, "{{nodes}}", --head, "{{head}}", --head-port, "{{head_port}}"]
+      parallel: {{nodes: 2, pipeline: 2}}
+      resources: {{devices: 0, host_memory: 16MiB}}
+"""
+STANDINS = f"""engines:
+  sglang: {{command: [{sys.executable}, -m, llmgw.testing.standin_sglang]}}
+  vllm: {{command: [{sys.executable}, -m, llmgw.testing.standin_vllm]}}
+"""
+LLAMA = {
+    "architectures": ["MixtralForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64,
+    "max_position_embeddings": 4096, "num_local_experts": 4,
+}  # fmt: skip
+PYTORCH = """
+  - name: sg
+    profile:
+      engine: sglang
+      weights: llama
+      parallel: {tensor: 2, nodes: 2}
+      resources: {devices: 0, host_memory: 16MiB}
+  - name: vl
+    loras: [{name: tuned, weights: loras/tuned}]
+    profile:
+      engine: vllm
+      weights: llama
+      parallel: {data: 2, nodes: 2, balance: hybrid}
+      resources: {devices: 0, host_memory: 16MiB}
+"""
+
+
+def on(name):
+    return f"fabrics: {{{name}: {{address: 127.0.0.1}}}}\n"
+
+
+def test_a_replica_of_two_nodes(fleet):
+    """Refused while its nodes share no fabric; then placed in one, served from rank 0; a lost rank takes both, both return."""
+    fleet.write_server(RANKED)
+    for name in ("n1", "n2"):
+        fleet.write_agent(name, on(f"fabric-of-{name}"))
+    fleet.start_server()
+    for name in ("n1", "n2"):
+        fleet.start_agent(name)
+    said = "too few such nodes on one fabric"
+    until(lambda: said in json.dumps(fleet.ask("wide")), "the refusal")
+    assert fleet.ask("wide")[0] == 503
+    told = fleet.llmgw("explain", "wide")
+    assert told.count("fabric nodes") == 2 and "need 2" in told, told
+
+    fleet.end("n2")
+    fleet.write_agent("n2", on("fabric-of-n1"))
+    fleet.start_agent("n2")
+    head, other = sorted(fleet.ready("wide", 2), key=lambda shard: shard["rank"])
+    assert {head["node"], other["node"]} == {"n1", "n2"}
+    assert fleet.ask("wide")[0] == 200
+    [endpoint] = [replica["endpoint"] for row in fleet.status()["models"] for replica in row["replicas"]]
+    assert str(head["port"]) in endpoint
+
+    marker = "llmgw.testing.ranked_engine"
+    follower = next(pid for pid, words in processes(str(fleet.folder)).items() if marker in words and "--rank 1 " in words)
+    os.kill(follower, signal.SIGKILL)
+    until(lambda: all(shard["attempt"] > 1 for shard in fleet.ready("wide", 2)), "both ranks anew")
+    until(lambda: fleet.ask("wide")[0] == 200, "it serves again")
+
+
+def test_sglang_and_vllm_over_two_nodes(fleet):
+    """Both by the argv of their adapters, taken by stand-ins with the engines' own options: one endpoint of SGLang's replica, one
+    a node of vLLM's, its adapter a model of its own; all ranks end when the models leave, also those that ignore SIGTERM."""
+    (fleet.folder / "models" / "llama").mkdir(parents=True)
+    (fleet.folder / "models" / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    (fleet.folder / "models" / "loras" / "tuned").mkdir(parents=True)
+    adapter = json.dumps({"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/llama"})
+    (fleet.folder / "models" / "loras" / "tuned" / "adapter_config.json").write_text(adapter)
+    fleet.write_server(PYTORCH)
+    for name in ("n1", "n2"):
+        fleet.write_agent(name, on("rack") + STANDINS)
+    fleet.start_server()
+    for name in ("n1", "n2"):
+        fleet.start_agent(name)
+    for model in ("sg", "vl"):
+        fleet.ready(model, 2)
+    for model in ("sg", "vl", "tuned"):
+        until(lambda model=model: fleet.ask(model)[0] == 200, f"{model} answers")
+    live = {row["name"]: {one["id"] for one in row["replicas"]} for row in json.loads(fleet.llmgw("top", "--json"))["models"]}
+    assert live == {"sg": {"sg/1"}, "vl": {"vl/1", "vl/1/1"}, "tuned": {"vl/1", "vl/1/1"}}
+    fleet.write_server(PYTORCH.replace("profile:", "replicas: 0\n    profile:"))
+    fleet.llmgw("apply", "server.yaml")
+    until(lambda: not [words for words in processes(str(fleet.folder)).values() if "standin_" in words], "all ranks gone", 30)

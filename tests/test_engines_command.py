@@ -9,7 +9,8 @@ import pytest
 
 from llmgw.engines.command import command
 from llmgw.engines.launch import child_environment, commas, fill, http_url, joined, long_options, words
-from llmgw.fleet.model import Parallel, Profile, Resources
+from llmgw.engines.llamacpp import llamacpp
+from llmgw.fleet.model import Lora, Parallel, Profile, Resources
 from llmgw.fleet.node import Installation
 from llmgw.fleet.shard import Allocation, ShardExit, WeightFiles
 from llmgw.interfaces import Flags, Phase, ShardLaunch
@@ -188,3 +189,11 @@ def test_fake_engine_ignores_sigterm(tmp_path):
         engine.process.terminate()
         until(lambda: "ignored SIGTERM" in engine.lines)
         assert engine.request("/health")[0] == 200
+
+
+def test_adapters_that_nobody_would_serve_are_refused():
+    """A request for one would get the base model's answer; so for llama.cpp."""
+    loras = (Lora("tuned", "x"),)
+    assert codes(Profile("command", argv=("run",), loras=loras)) == ["loras"]
+    found = llamacpp.problems(Profile("llamacpp", "m.gguf", loras=loras), None, None, None, Flags())
+    assert [problem.code for problem in found] == ["loras"] and "vllm or sglang" in found[0].text

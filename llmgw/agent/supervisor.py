@@ -309,10 +309,10 @@ class Supervisor:
         if self.exit is None:
             return
         # In a cgroup of its own it counts alone; of the machine's count nobody knows who was killed.
-        if self.intent.cgroup and (mine := oom_kills(self.intent.cgroup)):
-            self.exit = evolve(self.exit, oom_kills=mine)
-        before, now = self._oom_kills, oom_kills()
-        if self.exit.signal == signal.SIGKILL and not self.exit.oom_kills and before is not None and (now or 0) > before:
+        mine = oom_kills(self.intent.cgroup) if self.intent.cgroup else None
+        self.exit = evolve(self.exit, oom_kills=mine or 0)
+        others = mine is None and self._oom_kills is not None and (oom_kills() or 0) > self._oom_kills
+        if self.exit.signal == signal.SIGKILL and others:
             text = "it was killed by SIGKILL, and the kernel has killed for lack of memory meanwhile"
             self.diagnosis = Diagnosis(
                 "node", text, "Give the node fewer engines or more memory (`dmesg` names what was killed)."

@@ -14,7 +14,7 @@ from twisted.plugin import IPlugin
 from zope.interface import implementer
 
 from llmgw.engines import failures, metrics
-from llmgw.engines.launch import environment_problems, fill, http_url, placeholder_problems
+from llmgw.engines.launch import environment_problems, fill, http_url, no_loras, placeholder_problems
 from llmgw.errors import Problem
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, NodeFacts
@@ -83,6 +83,7 @@ class Command:
         """No argv, mistyped placeholders, arguments that nothing would read, weights that are not there."""
         problems = placeholder_problems([*profile.argv, *profile.extra_argv], PLACEHOLDERS)
         problems += environment_problems(profile, nodes_own=False)
+        problems += no_loras(profile, "a command engine")
         if not profile.argv:
             problems.append(Problem("a command engine needs `argv`", "argv", "argv"))
         if profile.arguments:

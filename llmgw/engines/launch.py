@@ -187,6 +187,13 @@ def weights_problems(profile: Profile, files: WeightFiles | None) -> list[Proble
     return [Problem(text, "weights", "weights_missing")]
 
 
+def no_loras(profile: Profile, engine: str) -> list[Problem]:
+    """Adapters that this engine would not serve under names of their own, so that requests for them got the base's answers."""
+    if not profile.loras:
+        return []
+    return [Problem(f"{engine} serves no adapters by name: leave `loras` out, or use vllm or sglang", "loras", "loras")]
+
+
 def environment_problems(profile: Profile, reserved: Collection[str] = (), nodes_own: bool = True) -> list[Problem]:
     """Names in C{environment} that a catalog may not set.
 

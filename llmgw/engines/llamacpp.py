@@ -21,6 +21,7 @@ from llmgw.engines.launch import (
     help_flags,
     http_url,
     long_options,
+    no_loras,
     reserved_arguments,
     unknown_arguments,
     weights_problems,
@@ -197,6 +198,7 @@ class LlamaCpp:
             ),
             *unknown_arguments(profile, flags, whose, "llama-server --help"),
             *_parallel_problems(profile),
+            *no_loras(profile, "llama.cpp"),
             *_file_problems(files),
             *_memory_problems(profile, files, node),
         ]

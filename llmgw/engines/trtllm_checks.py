@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from llmgw.engines import model_checks, node_checks
 from llmgw.engines.case import Case
-from llmgw.engines.launch import environment_problems, nearest, reserved_arguments, weights_problems
+from llmgw.engines.launch import environment_problems, nearest, no_loras, reserved_arguments, weights_problems
 from llmgw.errors import Problem
 
 _SET = "set `parallel` in the profile"
@@ -57,6 +57,7 @@ def problems(case: Case) -> list[Problem]:
     found = weights_problems(case.profile, case.files)
     found += reserved_arguments(case.profile, RESERVED)
     found += environment_problems(case.profile, RESERVED_ENVIRONMENT)
+    found += no_loras(case.profile, "TensorRT-LLM")
     for check in (
         model_checks.heads,
         model_checks.kv_heads,
@@ -70,7 +71,6 @@ def problems(case: Case) -> list[Problem]:
         _context,
         _batch,
         _fraction,
-        _loras,
         _node,
     ):
         found += check(case)
@@ -146,12 +146,6 @@ def _fraction(case: Case) -> Iterator[Problem]:
     elif resources.device_memory is not None or resources.share:
         text = "`resources` say how much device memory it may take: leave free_gpu_memory_fraction out"
         yield Problem(text, "arguments.kv_cache_config", "reserved_argument")
-
-
-def _loras(case: Case) -> Iterator[Problem]:
-    if case.profile.loras:
-        text = "TensorRT-LLM serves adapters only to requests that name their paths: leave `loras` out, or use vllm or sglang"
-        yield Problem(text, "loras", "loras")
 
 
 def _node(case: Case) -> Iterator[Problem]:

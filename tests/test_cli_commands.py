@@ -120,6 +120,8 @@ def test_what_the_server_cannot_yet_is_said(admin, capsys):  # noqa: F811
         ("restart a/b --replica 2", "POST /v1/restart", {"model": "a/b", "replica": 2, "allow_outage": False}),
         ("adopt a/b/1/0 --node n1", "POST /v1/adopt", {"shard": "a/b/1/0", "node": "n1"}),
         ("stop m/1/0", "POST /v1/stop", {"shard": "m/1/0"}),
+        ("fetch m --node n1", "POST /v1/fetch", {"model": "m", "node": "n1", "cancel": False}),
+        ("fetch m --cancel", "POST /v1/fetch", {"model": "m", "cancel": True}),
         ("node reset n1", "POST /v1/node/reset", {"name": "n1"}),
         ("node remove n1", "POST /v1/node/remove", {"name": "n1", "force": False}),
         ("restart --node n1", "POST /v1/restart", {"node": "n1", "allow_outage": False}),

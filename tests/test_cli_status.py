@@ -185,6 +185,23 @@ def test_one_node_shows_each_device_and_who_holds_it(admin, capsys):  # noqa: F8
     assert "no node is called n2; known: n1" in capsys.readouterr().err
 
 
+def test_downloads_are_shown_and_a_failed_one_is_a_complaint(admin, capsys):  # noqa: F811
+    """What is under way stands in the node's notes; what was done or cancelled does not."""
+    rows = [
+        {"weights": "hf:a/b", "state": "downloading", "text": "downloading 43 % (6.4 of 14.9 GiB)"},
+        {"weights": "hf:a/c", "state": "failed", "text": "failed: hf:a/c is gated: accept the licence at x"},
+        {"weights": "hf:a/d", "state": "done", "text": "done (1.0 GiB)"},
+    ]
+    server = {"name": "cp1", "role": "leader"}
+    admin.answers["GET /v1/status"] = {"server": server, "nodes": [{"name": "n1", "state": "ready", "fetches": rows}]}
+    assert admin.run("status") == 0
+    said = capsys.readouterr().out
+    assert "hf:a/b downloading 43 % (6.4 of 14.9 GiB) · hf:a/c failed: hf:a/c is gated" in said and "hf:a/d" not in said
+    assert admin.run("status", "--check") == 1
+    said = capsys.readouterr().out
+    assert "node n1: hf:a/c failed" in said and "hf:a/b" not in said
+
+
 def test_what_nodes_say_cannot_act_on_the_terminal(admin, capsys):  # noqa: F811
     """Names and reasons are escaped: a compromised node draws nothing."""
     answer = fleet()

@@ -10,6 +10,7 @@ A revision gets its name in C{refs/} only when all its files are there and hashe
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -217,6 +218,8 @@ class Download:
         self._blobs.mkdir(parents=True, exist_ok=True)
         partial = self._blobs / f"{file.blob}.incomplete"
         with open(partial, "ab") as opened:
+            # A child of an agent that was killed may still hang in a write; the kernel's lock is gone when it is.
+            fcntl.flock(opened, fcntl.LOCK_EX)
             if opened.tell() > file.size:
                 opened.truncate(0)
                 opened.seek(0)

@@ -143,7 +143,8 @@ def node_table(nodes: list[Answer], now: float | None = None) -> str:
     if not nodes:
         return "no node has registered yet"
     headers = ("NODE", "STATE", "DEVICES", "ENGINES", "NOTES")
-    rows = [(node["name"], _state(node), _devices(node), _engines(node), DOT.join(_notes(node, now))) for node in nodes]
+    notes = [DOT.join([*_downloads(node), *_notes(node, now)]) for node in nodes]
+    rows = [(node["name"], _state(node), _devices(node), _engines(node), note) for node, note in zip(nodes, notes, strict=True)]
     return table(headers, rows)
 
 
@@ -169,8 +170,15 @@ def _notes(node: Answer, now: float) -> list[str]:
     notes = [_away(node, now)] if node.get("state") != "ready" or node.get("reason") else []
     notes += [f"gpu {device.get('index')}: {device['problem']}" for device in node.get("devices") or () if device.get("problem")]
     notes += [f"{each['name']}: {each['problem']}" for each in node.get("installations") or () if each.get("problem")]
+    notes += [f"{each['weights']} {each['text']}" for each in node.get("fetches") or () if each.get("state") == "failed"]
     notes += [str(note) for note in node.get("notes") or ()]
     return [note for note in (*notes, _expiry(node, now)) if note]
+
+
+def _downloads(node: Answer) -> list[str]:
+    """What is under way; that is wanted, so it is no complaint."""
+    over = ("done", "failed", "cancelled")
+    return [f"{each['weights']} {each['text']}" for each in node.get("fetches") or () if each.get("state") not in over]
 
 
 def _away(node: Answer, now: float) -> str:

@@ -57,26 +57,30 @@ class Fetches:
         @raise Conflict: the weights cannot be downloaded, or no node is in question.
         """
         self._controller.commits.must_lead()
-        weights, profile = self._weights(name)
-        nodes = self._loading(weights, node) if cancel else self._wanting(name, profile, node)
-        await self._noted(name, weights, nodes, cancel, by)
+        names, profile = self._weights(name)
+        nodes = self._loading(names, node) if cancel else self._wanting(name, profile, node)
+        await self._noted(name, names, nodes, cancel, by)
+        asked = [(one, weights) for one in nodes for weights in names]
         rows: list[Data] = []
-        for start in range(0, len(nodes), AT_ONCE):
-            asked = [Deferred.fromCoroutine(self._ask(one, weights, cancel)) for one in nodes[start : start + AT_ONCE]]
-            rows += await gatherResults(asked, consumeErrors=True)
+        for start in range(0, len(asked), AT_ONCE):
+            some = [Deferred.fromCoroutine(self._ask(*one, cancel)) for one in asked[start : start + AT_ONCE]]
+            rows += await gatherResults(some, consumeErrors=True)
         return rows
 
-    def _weights(self, name: str) -> tuple[str, Profile]:
+    def _weights(self, name: str) -> tuple[list[str], Profile]:
+        """What of the model and its adapters comes from the hub."""
         catalog = self._controller.truth.catalog
         model = next((one for one in catalog.models if name == one.name or name in one.aliases), None)
         if model is None:
             raise Unknown(f"the catalog has no model {name}; it has: {', '.join(m.name for m in catalog.models) or 'none'}")
-        weights = model.profile.weights if model.profile else None
-        if model.profile is None or weights is None:
+        if model.profile is None or model.profile.weights is None:
             raise Conflict(f"{name} has no weights that llmgw could download")
-        if not weights.startswith("hf:"):
-            raise Conflict(f"the weights of {name} are {weights}, a path: only hf:ORG/NAME can be downloaded, copy these there")
-        return weights, model.profile
+        every = [model.profile.weights, *(lora.weights for lora in model.profile.loras)]
+        found = [weights for weights in every if weights.startswith("hf:")]
+        if not found:
+            which = ", ".join(every)
+            raise Conflict(f"the weights of {name} are {which}, a path: only hf:ORG/NAME can be downloaded, copy these there")
+        return list(dict.fromkeys(found)), model.profile
 
     def _wanting(self, name: str, profile: Profile, node: str | None) -> list[str]:
         if node is not None:
@@ -100,26 +104,27 @@ class Fetches:
         if node not in members.present:
             raise Conflict(f"{node} has no link now")
 
-    def _loading(self, weights: str, node: str | None) -> list[str]:
+    def _loading(self, names: Sequence[str], node: str | None) -> list[str]:
         """Where they are being downloaded."""
+        wanted = set(map(same_weights, names))
         found = [
             name
             for name, here in sorted(self._controller.members.present.items())
             if node in (None, name)
-            and any(same_weights(f.weights) == same_weights(weights) and f.state.active for f in here.fetches)
+            and any(same_weights(fetch.weights) in wanted and fetch.state.active for fetch in here.fetches)
         ]
         if node is not None and not found:
             self._must_be_present(node)
             return [node]
         if not found:
-            raise Conflict(f"{weights} is being downloaded on no node")
+            raise Conflict(f"{', '.join(names)}: being downloaded on no node")
         return found
 
-    async def _noted(self, name: str, weights: str, nodes: Sequence[str], cancel: bool, by: str) -> None:
+    async def _noted(self, name: str, names: Sequence[str], nodes: Sequence[str], cancel: bool, by: str) -> None:
         draft = Draft(self._controller.world())
         word = "download cancelled" if cancel else "download ordered"
         for node in nodes:
-            draft.say("fetch", name, f"{weights} on {node}: {word} by {by}", node)
+            draft.say("fetch", name, f"{', '.join(names)} on {node}: {word} by {by}", node)
         await self._controller.change(lambda: draft.events)
 
     async def _ask(self, node: str, weights: str, cancel: bool) -> Data:
@@ -127,7 +132,7 @@ class Fetches:
         port, leadership = self._controller.emission.port, self._controller.leadership
         if port is None:
             return _silent(node, "it has no link now")
-        operation = f"fetch:{leadership.epoch}:{self._controller.clocks.steady()}"
+        operation = f"fetch:{leadership.epoch}:{self._controller.clocks.steady()}:{weights}"
         message = FetchWeights(operation, leadership.epoch, leadership.leader, weights, cancel)
         try:
             done = await port.ask(node, message, ANSWER)

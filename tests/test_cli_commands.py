@@ -125,6 +125,7 @@ def test_what_the_server_cannot_yet_is_said(admin, capsys):  # noqa: F811
         ("node reset n1", "POST /v1/node/reset", {"name": "n1"}),
         ("node remove n1", "POST /v1/node/remove", {"name": "n1", "force": False}),
         ("restart --node n1", "POST /v1/restart", {"node": "n1", "allow_outage": False}),
+        ("restart --outdated", "POST /v1/restart", {"outdated": True, "allow_outage": False}),
         ("rollout m --resume --allow-outage", "POST /v1/rollout", {"model": "m", "action": "resume", "allow_outage": True}),
         ("key revoke k1", "POST /v1/keys/revoke", {"id": "k1"}),
         ("key rotate alice", "POST /v1/keys/rotate", {"name": "alice"}),

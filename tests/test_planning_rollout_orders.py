@@ -6,14 +6,11 @@ import pytest
 from attrs import evolve
 
 from llmgw.fleet.model import Catalog, Rollout
-from llmgw.fleet.node import Installation
-from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.planning.strategy import Way, decide
 from llmgw.planning.world import Draft
 from llmgw.server.catalogs import Catalogs
 from llmgw.server.operations import Conflict, Operations, Outage, Unknown
 from llmgw.server.rollouts import Rollouts
-from llmgw.server.status import outdated
 from llmgw.testing.simulate import Fleet, model
 from tests.test_planning_rollout import NEW, OLD, doom, generations, least, rollout, serving
 
@@ -207,56 +204,6 @@ def test_rollout_shows_how_far_it_is():
     assert any(line.startswith("  m/3  ") and line.endswith(f"profile {NEW}  ready") for line in shown["lines"])
 
 
-def test_a_restart_goes_through_a_nodes_replicas_one_by_one():
-    """A new installation is taken up: of all models there never more than one replica is restarted at once."""
-    fleet = serving({"a": 4}, [model("m", 1), model("n", 2)])
-    before = fleet.pids()
-    assert result(Operations(fleet.controller).restart(None, "a", None, False)) == ["m/1", "n/1", "n/2"]
-    most = 0
-    for _ in range(400):
-        fleet.step()
-        loading = [engine for engine in fleet.engines() if " ready " not in engine and " draining " not in engine]
-        most = max(most, sum("starting" in engine or "loading" in engine for engine in loading))
-        assert fleet.ready("m") == 1 and fleet.ready("n") == 2
-    assert most == 1 and not before.items() & fleet.pids().items()
-
-
-def test_a_replaced_installation_is_remarked_with_what_takes_it_up():
-    """Only engines that run with another version than is installed now; an unknown version says nothing."""
-
-    def report(shard, version, state=ShardState.READY):
-        return ShardReport(shard, "m", "g", 1, state, installation="vllm", version=version)
-
-    reports = [report("m/2/0", "0.33"), report("m/1/0", "0.33"), report("m/3/0", "0.34"), report("m/4/0", None)]
-    reports.append(report("m/5/0", "0.32", ShardState.STOPPED))
-    said = "m/1/0, m/2/0 still on vllm 0.33, 0.34 is installed: llmgw restart --node n1"
-    assert outdated("n1", [Installation("vllm", "vllm", version="0.34")], reports) == [said]
-    assert outdated("n1", [Installation("vllm", "vllm")], reports) == []
-
-
-def test_a_broken_installation_stops_at_the_first_replica():
-    """Its successor does not get ready: every other replica there goes on as it was."""
-    fleet = serving({"a": 4}, [model("m", 1), model("n", 2)])
-    before = fleet.pids()
-    fleet.agents["a"].doomed |= {"m", "n"}
-    Operations(fleet.controller).restart(None, "a", None, False)
-    fleet.run(600)
-    assert before.items() <= fleet.pids().items()
-
-
-def test_the_only_replica_is_restarted_with_leave_only():
-    """Without room beside it; with room its successor is ready first."""
-    fleet = serving({"a": 1}, [model("m", 1)])
-    operations = Operations(fleet.controller)
-    with pytest.raises(Outage, match="m/1: the only ready replica.*--allow-outage"):
-        result(operations.restart("m", None, None, False))
-    result(operations.restart("m", None, None, True))
-    fleet.until(lambda: set(fleet.routers.routed) == {"m/2"}, "restarted")
-    fleet = serving({"a": 2}, [model("m", 1)])
-    result(Operations(fleet.controller).restart("m", None, 1, False))
-    assert least(fleet, 30) == 1 and set(fleet.routers.routed) == {"m/2"}
-
-
 def test_g1_force_waits_for_no_successor_but_for_requests():
     """G1: the replica drains at once although nothing else serves; what runs there ends before the engine does."""
     fleet = serving({"a": 1, "b": 1}, [model("m", 1)])
@@ -316,16 +263,6 @@ def test_a_lost_node_is_removed_without_force():
     result(Operations(fleet.controller).remove("a"))
     fleet.run(30)
     assert fleet.controller.truth.nodes["a"].state == "removed" and set(fleet.routers.routed) == {"m/2"}
-
-
-def test_what_the_catalog_does_not_run_is_not_restarted():
-    """A model that was left out of a later store's catalog runs on; a restart would leave it without a successor."""
-    fleet = serving({"a": 3}, [model("m", 1), model("n", 1)])
-    fleet.apply([model("n", 1)])
-    fleet.run(2)
-    with pytest.raises(Unknown):
-        result(Operations(fleet.controller).restart("m", None, None, True))
-    assert result(Operations(fleet.controller).restart(None, "a", None, False)) == ["n/1"]
 
 
 def test_g5_one_replica_that_does_not_stop_holds_nobody_else():

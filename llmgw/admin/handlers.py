@@ -190,10 +190,16 @@ class Handlers:
     async def restart(self, fields: Fields) -> Data:
         """Replace replicas."""
         model, node = fields.text("model", None), fields.text("node", None)
-        number = fields.integer("replica", None, low=0)
-        if model is None and (node is None or number is not None):
-            raise BadRequest("say which model, or which node for all replicas there")
-        chosen = await self._server.operations.restart(model, node, number, fields.flag("allow_outage"), fields.by)
+        number, outdated = fields.integer("replica", None, low=0), fields.flag("outdated")
+        if model is None and ((node is None and not outdated) or number is not None):
+            raise BadRequest("say which model, or which node for all replicas there, or outdated for those of replaced engines")
+        outage = fields.flag("allow_outage")
+        chosen = await self._server.operations.restart(model, node, number, outage, fields.by, outdated)
+        if not chosen:
+            return {
+                "text": "nothing to restart: no engine there is known to be of another version than is installed",
+                "replicas": [],
+            }
         follow = f"llmgw wait {model}" if model else "llmgw status"
         return {"text": f"{', '.join(chosen)}: replaced one at a time; follow it with: {follow}", "replicas": chosen}
 
@@ -325,4 +331,3 @@ def _event(event: FleetEvent) -> Data:
 def _key(record: KeyRecord) -> Data:
     shown = {name: value for name, value in asdict(record).items() if name not in ("digest", "old")}
     return shown | {"models": list(record.models), "old_until": max((secret.until for secret in record.old), default=None)}
-

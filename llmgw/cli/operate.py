@@ -67,18 +67,22 @@ def uncordon_command(session: Session, nodes: tuple[str, ...], device: str | Non
 @click.argument("model", required=False)
 @click.option("--node", metavar="NAME", help="Only replicas on this node; without MODEL, all of them.")
 @click.option("--replica", type=click.IntRange(0), metavar="N", help="Only this replica, by number.")
+@click.option("--outdated", is_flag=True, help="Only those whose engine was replaced on its node; without MODEL, of all models.")
 @OUTAGE
 @json_option
 @pass_session
-def restart_command(session: Session, model: str | None, node: str | None, replica: int | None, allow_outage: bool) -> None:
+def restart_command(
+    session: Session, model: str | None, node: str | None, replica: int | None, outdated: bool, allow_outage: bool
+) -> None:
     """Start the replicas of MODEL afresh, one after another.
 
     Each successor is ready before the old one drains, where there is room for both. Also gives replicas that failed too often
     a new budget, and takes up an engine that was installed anew.
     """
-    if model is None and (node is None or replica is not None):
-        raise click.UsageError("say which MODEL, or --node for all replicas there")
-    session.show(session.client.post("/v1/restart", model=model, node=node, replica=replica, allow_outage=allow_outage))
+    if model is None and ((node is None and not outdated) or replica is not None):
+        raise click.UsageError("say which MODEL, or --node for all replicas there, or --outdated for those of replaced engines")
+    post, only = session.client.post, outdated or None
+    session.show(post("/v1/restart", model=model, node=node, replica=replica, outdated=only, allow_outage=allow_outage))
 
 
 @click.command(name="orphans")

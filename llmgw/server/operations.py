@@ -16,6 +16,7 @@ from llmgw.planning.fleetroom import leaving, ledger, want
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.rollout import leave
+from llmgw.planning.versions import outdated
 from llmgw.planning.world import Draft
 from llmgw.server.controller import Controller
 from llmgw.server.emission import Port
@@ -227,24 +228,35 @@ class Operations:
     # Replicas.
 
     def restart(
-        self, model: str | None, node: str | None, number: int | None, allow_outage: bool, by: str = OPERATOR
+        self,
+        model: str | None,
+        node: str | None,
+        number: int | None,
+        allow_outage: bool,
+        by: str = OPERATOR,
+        outdated: bool = False,
     ) -> Deferred[list[str]]:
         """Replace replicas by fresh ones, one at a time; also gives those that failed too often a new budget.
 
-        @param model: whose, None for those of all models on C{node}.
-        @return: the replicas concerned.
+        @param model: whose, None for those of all models.
+        @param outdated: only those whose engine runs with another version than is installed on its node by now.
+        @return: the replicas concerned; none of them outdated is no error.
         @raise Outage: the only ready replica would go before its successor is there.
         """
-        return Deferred.fromCoroutine(self._restart(model, node, number, allow_outage, by))
+        return Deferred.fromCoroutine(self._restart(model, node, number, allow_outage, by, outdated))
 
-    async def _restart(self, model: str | None, node: str | None, number: int | None, outage: bool, by: str) -> list[str]:
+    async def _restart(
+        self, model: str | None, node: str | None, number: int | None, outage: bool, by: str, outdated: bool
+    ) -> list[str]:
         chosen: list[Replica] = []
 
         def make() -> Iterable[Change]:
             draft = Draft(self._controller.world())
             if node is not None:
                 self._node(node)
-            chosen.extend(self._chosen(draft, model, node, number))
+            found = self._chosen(draft, model, node, number)
+            old = self._outdated() if outdated else set()
+            chosen.extend(one for one in found if not outdated or old.intersection(_where(one)))
             alone = self._only_ones(draft, chosen)
             if alone and not outage:
                 raise Outage(
@@ -260,14 +272,22 @@ class Operations:
         await self._controller.change(make)
         return [replica.id for replica in chosen]
 
+    def _outdated(self) -> set[tuple[str, str]]:
+        """By node, for those that have a link, the shards whose engine has been replaced there."""
+        here = self._controller.members.present
+        found = {name: outdated(one.facts.installations, one.told.shards.values()) for name, one in here.items()}
+        return {(name, shard) for name, versions in found.items() for shards in versions.values() for shard in shards}
+
     def _chosen(self, draft: Draft, model: str | None, node: str | None, number: int | None) -> list[Replica]:
         models = group(draft.shards.values())
         ours = [one.name for one in draft.catalog.models if one.profile is not None and model in (None, one.name)]
         here = [replica for name in ours for replica in models.get(name, []) if not replica.leaving]
         chosen = [r for r in here if (node is None or node in r.nodes) and (number is None or number == r.number)]
         if not chosen and model is not None:
-            raise Unknown(f"{model} has no such replica; it has {', '.join(r.id for r in here) or 'none'}")
-        if not chosen:
+            if not here:
+                raise Unknown(f"{model} has no replica to restart; why it has none says: llmgw explain {model}")
+            raise Unknown(f"{model} has no such replica; it has {', '.join(r.id for r in here)}")
+        if not chosen and node is not None:
             raise Unknown(f"nothing runs on {node}")
         return chosen
 
@@ -370,3 +390,8 @@ class Operations:
             known = ", ".join(sorted(r.shard for r in self._controller.truth.shards.values() if r.allocation)[:8]) or "none"
             raise Unknown(f"no shard is called {shard}; known: {known}")
         return found
+
+
+def _where(replica: Replica) -> Iterable[tuple[str, str]]:
+    """Node and name of each of its shards."""
+    return ((shard.allocation.node, shard.shard) for shard in replica.shards if shard.allocation)

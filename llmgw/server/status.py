@@ -11,6 +11,7 @@ from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.planning.adopt import Orphan
 from llmgw.planning.replicas import Replica, group, wanted
+from llmgw.planning.versions import outdated
 from llmgw.server.controller import Controller
 from llmgw.server.devices import Claims, claims, devices_data, equipment_data
 from llmgw.server.fetches import fetch_data
@@ -118,7 +119,7 @@ class Status:
             "certificate_expires": record.certificate_expires,
             "fetches": [fetch_data(fetch) for fetch in here.fetches] if here else [],
             "notes": ([facts.inventory.problem] if facts and facts.inventory.problem else [])
-            + (outdated(record.name, facts.installations, here.told.shards.values()) if facts and here else []),
+            + (_outdated(record.name, facts.installations, here.told.shards.values()) if facts and here else []),
         }
 
     def models(self) -> list[Data]:
@@ -214,16 +215,12 @@ class Status:
         return f"{lead}, {ready}/{len(nodes)} nodes ready, {serving}/{len(replicas)} replicas ready"
 
 
-def outdated(node: str, installations: Iterable[Installation], reports: Iterable[ShardReport]) -> list[str]:
+def _outdated(node: str, installations: Iterable[Installation], reports: Iterable[ShardReport]) -> list[str]:
     """A remark for each installation that was replaced on a node while engines of its former version run on."""
-    now = {installation.name: installation.version for installation in installations if installation.version}
-    old: dict[tuple[str, str], list[str]] = {}
-    for report in reports:
-        if report.state.live and report.version and now.get(report.installation, report.version) != report.version:
-            old.setdefault((report.installation, report.version), []).append(report.shard)
+    now = {installation.name: installation.version for installation in installations}
     return [
-        f"{', '.join(sorted(shards))} still on {name} {version}, {now[name]} is installed: llmgw restart --node {node}"
-        for (name, version), shards in sorted(old.items())
+        f"{', '.join(shards)} still on {name} {version}, {now[name]} is installed: llmgw restart --outdated --node {node}"
+        for (name, version), shards in outdated(installations, reports).items()
     ]
 
 

@@ -226,14 +226,14 @@ def test_a_replaced_installation_is_taken_up_replica_by_replica_under_load(fleet
     install_vllm(fleet, "0.34.0")
     fleet.end("n1")
     fleet.start_agent("n1")
-    remark = "m/1/0, m/2/0 still on vllm 0.33.0, 0.34.0 is installed: llmgw restart --node n1"
+    remark = "m/1/0, m/2/0 still on vllm 0.33.0, 0.34.0 is installed: llmgw restart --outdated --node n1"
     until(lambda: remark in fleet.status()["nodes"][0]["notes"], "status remarks it", 60)
-    fleet.llmgw("restart", "--node", "n1")
+    assert fleet.llmgw("restart", "--outdated").startswith("m/1, m/2: replaced one at a time")
     fleet.llmgw("wait", "m", "--timeout", "50s")
     changed(fleet, before)
     load.end()
     assert {shard["version"] for shard in fleet.shards()} == {"0.34.0"}
-    assert not fleet.status()["nodes"][0]["notes"]
+    assert not fleet.status()["nodes"][0]["notes"] and "nothing to restart" in fleet.llmgw("restart", "--outdated")
 
 
 @pytest.mark.slow

@@ -362,8 +362,9 @@ async def main():
     lease = make_leadership(store, timing, reactor, Random(1))
     await lease.start()
     def act():
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)  # before leave is asked: we may be stopped right behind either
         if lease.may_act():
-            print("act", lease.epoch, time.clock_gettime(time.CLOCK_BOOTTIME), flush=True)
+            print("act", lease.epoch, now, flush=True)
     LoopingCall(act).start(0.01)
     print("ready", flush=True)
 
@@ -407,31 +408,28 @@ def servers(postgres_url, tmp_path):
 
 @needs_postgres  # noqa: F405
 @pytest_twisted.ensureDeferred
-async def test_a_stopped_leader_sends_nothing_when_it_wakes(servers):
-    """F03, F04. SIGSTOP for a third of a lease changes nothing; for longer, the two never act at one time or in one epoch."""
+async def test_f03_a_stopped_leader_sends_nothing_when_it_wakes(servers):
+    """SIGSTOP past the lease, SIGCONT, SIGKILL of the next: the two never act at one time or in one epoch.
+
+    A busy machine may cost a leader its lease at any moment of this, so no epoch is named and no time is a least one. Takes some
+    leases: they have to run out in real processes.
+    """
     one = servers.start("cp1")
     await until(lambda: servers.acts("cp1"), 15)
     two = servers.start("cp2")
     await until(lambda: b"ready" in (servers.folder / "cp2.log").read_bytes(), 15)
+    led = servers.acts("cp1")[-1][0]
     one.send_signal(signal.SIGSTOP)
-    await deferLater(reactor, SHORT.lease / 3, lambda: None)
-    one.send_signal(signal.SIGCONT)
-    count = len(servers.acts("cp1"))
-    await until(lambda: len(servers.acts("cp1")) > count)
-    assert servers.acts("cp2") == []
-    one.send_signal(signal.SIGSTOP)
-    await until(lambda: servers.acts("cp2"))
-    await deferLater(reactor, 0.5, lambda: None)
+    await until(lambda: servers.acts("cp2") and servers.acts("cp2")[-1][0] > led)
     one.send_signal(signal.SIGCONT)
     await deferLater(reactor, SHORT.lease, lambda: None)
-    ours, theirs = servers.acts("cp1"), servers.acts("cp2")
-    assert ({epoch for epoch, _ in ours}, {epoch for epoch, _ in theirs}) == ({1}, {2})
-    assert ours[-1][1] < theirs[0][1]
-    begun = time.monotonic()
     two.kill()
-    await until(lambda: servers.acts("cp1")[-1][0] == 3)
-    assert SHORT.lease * 0.9 < time.monotonic() - begun < SHORT.lease + SHORT.lease / 10 + 1
-    assert servers.acts("cp2")[-1][1] < servers.acts("cp1")[len(ours)][1]
+    begun, last = time.monotonic(), servers.acts("cp2")[-1][0]
+    await until(lambda: servers.acts("cp1")[-1][0] > last)
+    assert time.monotonic() - begun < SHORT.lease + SHORT.lease / 10 + 1
+    acts = sorted((at, epoch, name) for name in ("cp1", "cp2") for epoch, at in servers.acts(name))
+    assert [epoch for _, epoch, _ in acts] == sorted(epoch for _, epoch, _ in acts)
+    assert len({epoch for _, epoch, _ in acts}) == len({(epoch, name) for _, epoch, name in acts}) >= 3
 
 
 @pytest_twisted.ensureDeferred

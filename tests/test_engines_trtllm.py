@@ -94,7 +94,7 @@ def test_it_has_no_key():
         ("1.3.0", "/v1/models", "--config"),
         ("1.2.1", "", "--config"),
         ("1.1.0", "", "--extra_llm_api_options"),
-        (None, "", "--config"),
+        (None, "/v1/models", "--config"),
     ],
 )
 def test_lines_differ(version, models, file):

@@ -176,6 +176,21 @@ def test_crashes_count_for_the_window_and_no_longer():
     assert only(reconcile(world(old, told=failed))).crashes == (NOW,)
 
 
+def test_first_and_last_reason_are_kept_over_attempts():
+    """What came first is the cause more often than what came last; after the window a new first one begins."""
+    why = [Diagnosis("configuration", f"it failed for reason {n}") for n in range(3)]
+
+    def failed(record, diagnosis):
+        return only(reconcile(world(record, told={"a": told(report(state=ShardState.FAILED, diagnosis=diagnosis))})))
+
+    record = failed(shard(state=ShardState.LOADING), why[0])
+    assert (record.first_reason, record.last_reason) == ("it failed for reason 0", "it failed for reason 0")
+    record = failed(evolve(record, state=ShardState.LOADING, crashes=(NOW - 60,)), why[1])
+    assert (record.first_reason, record.last_reason) == ("it failed for reason 0", "it failed for reason 1")
+    record = failed(evolve(record, state=ShardState.LOADING, crashes=(NOW - 7200,)), why[2])
+    assert (record.first_reason, record.last_reason) == ("it failed for reason 2", "it failed for reason 2")
+
+
 def test_a_clock_set_back_makes_nobody_wait_for_hours():
     """The retry was due in wall time that is now far ahead."""
     record = shard(state=ShardState.BACKOFF, next_at=NOW + 86400)

@@ -116,7 +116,8 @@ class Trtllm:
     ) -> ShardLaunch:
         """Its one process, which starts the others."""
         version, port = version_of(installation.version), allocation.ports[0]
-        named = version is not None and version >= NAMED_SINCE
+        # A version that nobody has been told yet is taken for a new one: an old one refuses at once, and is known by then.
+        named = version is None or version >= NAMED_SINCE
         given = {name.replace("-", "_"): value for name, value in profile.arguments.items()}
         # The only option with a dash in it.
         cli = {("generation-config" if n == "generation_config" else n): v for n, v in given.items() if n in OPTIONS}

@@ -21,6 +21,7 @@ RANKED = f"""
 STANDINS = f"""engines:
   sglang: {{command: [{sys.executable}, -m, llmgw.testing.standin_sglang]}}
   vllm: {{command: [{sys.executable}, -m, llmgw.testing.standin_vllm]}}
+  trtllm: {{command: [{sys.executable}, -m, llmgw.testing.standin_trtllm]}}
 """
 LLAMA = {
     "architectures": ["MixtralForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64,
@@ -39,6 +40,16 @@ PYTORCH = """
       engine: vllm
       weights: llama
       parallel: {data: 2, nodes: 2, balance: hybrid}
+      resources: {devices: 0, host_memory: 16MiB}
+"""
+
+
+TRTLLM = """
+  - name: tr
+    profile:
+      engine: trtllm
+      weights: llama
+      arguments: {max_batch_size: 8, tool_parser: qwen3}
       resources: {devices: 0, host_memory: 16MiB}
 """
 
@@ -77,26 +88,30 @@ def test_a_replica_of_two_nodes(fleet):
     until(lambda: fleet.ask("wide")[0] == 200, "it serves again")
 
 
-def test_sglang_and_vllm_over_two_nodes(fleet):
-    """Both by the argv of their adapters, taken by stand-ins with the engines' own options: one endpoint of SGLang's replica, one
-    a node of vLLM's, its adapter a model of its own; all ranks end when the models leave, also those that ignore SIGTERM."""
+def test_engines_over_pytorch(fleet):
+    """By the argv of their adapters, taken by stand-ins with the engines' own options: one endpoint of SGLang's replica of two
+    nodes, one a node of vLLM's, its adapter a model of its own, TensorRT-LLM's without a key; all processes end with the models,
+    also ranks that ignore SIGTERM and workers in other sessions."""
     (fleet.folder / "models" / "llama").mkdir(parents=True)
     (fleet.folder / "models" / "llama" / "config.json").write_text(json.dumps(LLAMA))
     (fleet.folder / "models" / "loras" / "tuned").mkdir(parents=True)
     adapter = json.dumps({"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/llama"})
     (fleet.folder / "models" / "loras" / "tuned" / "adapter_config.json").write_text(adapter)
-    fleet.write_server(PYTORCH)
+    fleet.write_server(PYTORCH + TRTLLM)
     for name in ("n1", "n2"):
         fleet.write_agent(name, on("rack") + STANDINS)
     fleet.start_server()
     for name in ("n1", "n2"):
         fleet.start_agent(name)
-    for model in ("sg", "vl"):
-        fleet.ready(model, 2)
-    for model in ("sg", "vl", "tuned"):
+    for model, count in (("sg", 2), ("vl", 2), ("tr", 1)):
+        fleet.ready(model, count)
+    for model in ("sg", "vl", "tuned", "tr"):
         until(lambda model=model: fleet.ask(model)[0] == 200, f"{model} answers")
     live = {row["name"]: {one["id"] for one in row["replicas"]} for row in json.loads(fleet.llmgw("top", "--json"))["models"]}
-    assert live == {"sg": {"sg/1"}, "vl": {"vl/1", "vl/1/1"}, "tuned": {"vl/1", "vl/1/1"}}
-    fleet.write_server(PYTORCH.replace("profile:", "replicas: 0\n    profile:"))
+    assert live == {"sg": {"sg/1"}, "vl": {"vl/1", "vl/1/1"}, "tuned": {"vl/1", "vl/1/1"}, "tr": {"tr/1"}}
+    versions = ("0.5.23", "0.33.0", "1.3.0rc25")
+    until(lambda: all(version in json.dumps(fleet.status()["nodes"]) for version in versions), "each says its version")
+    fleet.write_server((PYTORCH + TRTLLM).replace("profile:", "replicas: 0\n    profile:"))
     fleet.llmgw("apply", "server.yaml")
-    until(lambda: not [words for words in processes(str(fleet.folder)).values() if "standin_" in words], "all ranks gone", 30)
+    ours = ("standin_", "sleep ")
+    until(lambda: not [one for one in processes(str(fleet.folder)).values() if any(w in one for w in ours)], "all gone", 30)

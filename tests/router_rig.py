@@ -203,12 +203,18 @@ class RawClient:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
+    def readable(self, seconds: float) -> bool:
+        """Wait until there is something to read; unlike C{select}, of any descriptor."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(max(0.0, seconds) * 1000))
+
     def read_until(self, mark: bytes, seconds=5.0) -> bytes:
         """Everything up to and with the mark."""
         deadline = time.monotonic() + seconds
         while mark not in self.seen:
             left = deadline - time.monotonic()
-            assert left > 0 and select.select([self.socket], [], [], left)[0], f"no {mark!r} in {self.seen!r}"
+            assert left > 0 and self.readable(left), f"no {mark!r} in {self.seen!r}"
             data = self.socket.recv(65536)
             assert data, f"closed before {mark!r}: {self.seen!r}"
             self.seen += data
@@ -237,7 +243,7 @@ class RawClient:
         length = int(lower.partition(b"content-length:")[2].split(b"\r\n")[0])
         deadline = time.monotonic() + seconds
         while len(self.seen) < length:
-            assert select.select([self.socket], [], [], deadline - time.monotonic())[0]
+            assert self.readable(deadline - time.monotonic())
             data = self.socket.recv(65536)
             assert data
             self.seen += data
@@ -251,7 +257,7 @@ class RawClient:
             piece = b""
             while len(piece) < size + 2:
                 if not self.seen:
-                    assert select.select([self.socket], [], [], seconds)[0]
+                    assert self.readable(seconds)
                     data = self.socket.recv(65536)
                     assert data, "closed in mid-chunk"
                     self.seen += data

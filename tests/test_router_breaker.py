@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgw.router.breaker import FAILURES, OPEN_FOR, Breaker, RetryBudget, is_failure
+from llmgw.router.scoreboard import LIVE, RETRYING, Scoreboard
 
 
 def test_opens_after_consecutive_failures_only():
@@ -70,13 +71,36 @@ def test_j9_there_is_always_a_way_back(steps):
         assert breaker.blocked_until <= now + OPEN_FOR
 
 
-def test_budget_is_a_fifth_of_the_live_requests():
+@pytest.fixture
+def boards(tmp_path):
+    """A server's and those of two workers."""
+    board = Scoreboard.create(tmp_path / "board", rows=8, columns=4)
+    workers = [Scoreboard.attach(board.path, board.claim(), rows=8, columns=4) for _ in range(2)]
+    yield board, *workers
+    for one in (*workers, board):
+        one.close()
+
+
+def test_budget_is_a_fifth_of_the_live_requests(boards):
     """J5: with 100 live requests 20 may be retrying; with few, three may."""
-    budget = RetryBudget()
-    budget.live = 100
+    budget = RetryBudget(boards[1])
+    boards[1].mine[LIVE] = 100
     assert sum(budget.take() for _ in range(100)) == 20
     budget.give()
     assert budget.take() and not budget.take()
-    small = RetryBudget()
-    small.live = 1
-    assert sum(small.take() for _ in range(10)) == 3
+    boards[1].mine[LIVE], boards[1].mine[RETRYING] = 1, 0
+    assert sum(budget.take() for _ in range(10)) == 3
+
+
+def test_j5_workers_share_the_budget(boards):
+    """J5: it is one for the requests of all workers; a worker that has died takes its part away with it."""
+    server, one, two = boards
+    first, second = RetryBudget(one), RetryBudget(two)
+    one.mine[LIVE], two.mine[LIVE] = 90, 10
+    assert sum(second.take() for _ in range(100)) == 20, "the few that are in this worker may use what all allow"
+    assert not first.take()
+    second.give()
+    assert first.take() and not first.take() and not second.take()
+    server.clear(two.column)
+    assert (server.crowd(LIVE), server.crowd(RETRYING)) == (90, 1)
+    assert sum(first.take() for _ in range(100)) == 17

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 
@@ -194,6 +195,44 @@ def test_b3_error_event_of_the_engine_passes(rig):
             assert raw.answer()[2] == EVENTS[0] + said
     row = rig.log(reason="engine_error")[-1]
     assert (row["status"], row["outcome"]) == (200, "done")
+
+
+FAILED = {"code": "server_error", "message": "out of memory"}
+RESPONSE = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "output": [], "usage": None}
+
+
+TOLD = [
+    ("/v1/responses", {"type": "response.failed", "response": {**RESPONSE, "status": "failed", "error": FAILED}}),
+    ("/v1/responses", {"type": "error", "code": "server_error", "message": "no", "param": None, "sequence_number": 3}),
+    ("/v1/messages", {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}),
+]
+
+
+def test_b3_failures_of_other_apis_are_counted(rig):
+    """B3: the same for the events that tell of a failure in the Responses and Anthropic APIs, alone or with the stream's end."""
+    begun = {"type": "response.created", "response": {**RESPONSE, "status": "in_progress", "error": None}}
+    first = f"event: begun\ndata: {json.dumps(begun)}\n\n".encode()
+    cases = list(itertools.product(TOLD, (True, False), (True, False)))
+
+    def script(talk):
+        while request := talk.request():
+            (_, said), named, together = cases[int(request.header(b"x-case"))]
+            name = f"event: {said['type']}\n" if named else ""
+            event = f"{name}data: {json.dumps(said)}\n\n".encode()
+            talk.send(STREAM_HEAD + chunk(first))
+            time.sleep(0.05)
+            talk.send(chunk(event))
+            time.sleep(0.0 if together else 0.05)
+            talk.send(b"0\r\n\r\n")
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        for number, ((path, said), _, _) in enumerate(cases):
+            fields = b"X-Case: %d\r\nX-Request-Id: told-%d\r\n" % (number, number)
+            with stream(rig, path=path.encode(), fields=fields) as raw:
+                assert raw.answer()[2].endswith(f"data: {json.dumps(said)}\n\n".encode())
+    for number, case in enumerate(cases):
+        assert rig.log(client_id=f"told-{number}")[0]["reason"] == "engine_error", case
 
 
 def test_b5_error_instead_of_a_stream(rig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import threading
 import time
 
 import pytest
@@ -51,6 +52,42 @@ def test_e1_idle_connection_closed_by_the_engine(rig):
                 assert raw.answer()[::2] == (200, OK)
         assert len(engine.requests) == 20
         assert len(engine.conversations) > 5
+
+
+def test_e1_a_thousand_gaps_around_the_engines_keep_alive(rig):
+    """E1: an engine that closes what is idle, and requests just before, just then and just after: each is answered, each once.
+
+    These are 5 s and gaps of 4.9 to 5.1 s, a hundred times faster, by 25 clients at once.
+    """
+    keep, gaps, count = 0.05, (-0.001, 0.001), 40
+    failed = []
+
+    def script(talk):
+        while talk.request():
+            talk.answer(OK)
+            talk.socket.settimeout(keep)
+
+    def ask(number):
+        with rig.client() as raw:
+            for turn in range(count):
+                began = time.monotonic()
+                raw.send(request_bytes(BODY))
+                if raw.answer(20)[::2] != (200, OK):
+                    failed.append((number, turn))
+                gap = keep + gaps[0] + (gaps[1] - gaps[0]) * ((turn * 7 + number) % 20) / 19
+                pause.wait(max(0.0, began + gap - time.monotonic()))
+
+    pause = threading.Event()
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        clients = [threading.Thread(target=ask, args=(number,)) for number in range(25)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(60)
+        assert not failed
+        assert len(engine.requests) == 25 * count
+        assert len(engine.conversations) > 25, "some were closed by the engine"
 
 
 def test_e1_a_fresh_connection_is_not_tried_again(rig):

@@ -14,6 +14,7 @@ import time
 import anthropic
 import openai
 import pytest
+from msgspec.structs import replace
 
 from llmgw.config.server import Timeouts
 from llmgw.router.table import KeyEntry, RoutedModel, key_digest
@@ -382,6 +383,32 @@ def test_fallback_to_another_model(rig):
         rig.use(engine, models=models)
         assert rig.post(body={"model": "asleep", "messages": []})[0] == 200
         assert engine.requests[-1].json["model"] == "m"
+        assert until(lambda: [m for m in rig.heard if m["type"] == "demand" and m["model"] == "asleep"]), "woken nevertheless"
+
+
+def test_fallback_only_to_what_the_key_may_use(rig):
+    """A key that is bound to models reaches no other one by way of a fallback: it hears that its own is not ready."""
+    with ScriptedEngine(plain) as one, ScriptedEngine(plain) as other:
+        table = rig.use(one, other)
+        keys = (
+            KeyEntry("k1", key_digest(KEY), models=("asleep",)),
+            KeyEntry("k2", key_digest("sk-second"), models=("asleep", "second")),
+            KeyEntry("k3", key_digest("sk-any")),
+        )
+        models = (
+            RoutedModel("first", endpoints=(table.endpoints[0].id,)),
+            RoutedModel("second", aliases=("2nd",), endpoints=(table.endpoints[1].id,)),
+            RoutedModel("asleep", fallbacks=("first", "second"), reason="it is starting"),
+        )
+        rig.version += 1
+        rig.publish(replace(table, version=rig.version, models=models, keys=keys))
+        status, headers, body = rig.post(body={"model": "asleep"})
+        assert (status, headers["x-llmgw-reason"]) == (503, "not_ready") and b"it is starting" in body
+        assert (len(one.requests), len(other.requests)) == (0, 0)
+        assert rig.post(body={"model": "asleep"}, key="sk-second")[0] == 200
+        assert (len(one.requests), len(other.requests)) == (0, 1)
+        assert rig.post(body={"model": "asleep"}, key="sk-any")[0] == 200
+        assert (len(one.requests), len(other.requests)) == (1, 1)
 
 
 def test_n2_new_tables_cut_nothing(rig):

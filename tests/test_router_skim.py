@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import mmap
 import threading
 import time
 
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 
 from llmgw.router import skim
 from llmgw.router.errors import Refusal
+from llmgw.router.reading import Reading
+from llmgw.router.request import Request
 from llmgw.router.table import RoutedModel
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
 from tests.router_rig import DONE, EVENTS, OK, Rig, descriptors, idle, plain, request_bytes, stream, until
@@ -232,3 +236,58 @@ def test_client_leaves_while_its_body_is_read(rig):
         beats = len(rig.heard)
         until(lambda: len(rig.heard) > beats + 1, 5, "two beats, in which it could have been read to its end")
         assert len(engine.requests) == 21
+
+
+class Stub:
+    """A connection whose body is being read."""
+
+    def __init__(self):
+        self.work, self.refused, self.served = self, [], []
+
+    def refuse(self, request, refusal):
+        self.refused.append((refusal.status, refusal.code))
+
+    def serve(self, request, then, body):
+        self.served.append(body.model)
+
+
+async def reading(during):
+    """Read a large body; C{during} is called with the reading after its first turn. Gives the connection when all is quiet."""
+    raw = b'{"model":"m","messages":[' + b'{"role":"user","content":"hi"},' * 300_000 + b"1]}"
+    file = mmap.mmap(-1, len(raw))
+    file[:] = raw
+    connection = Stub()
+    work = Reading(connection, Request(0.0), file, lambda body: None)
+    await asyncio.sleep(0)
+    during(work)
+    turns = 0
+    while (connection.work is not None or turns < 100) and turns < 20_000:
+        turns += 1
+        await asyncio.sleep(0)
+    return connection
+
+
+def test_a_body_that_is_read_to_its_end():
+    """It is served then, once."""
+    connection = asyncio.run(reading(lambda work: None))
+    assert (connection.served, connection.refused) == (["m"], [])
+
+
+def test_the_worker_exits_while_a_body_is_read():
+    """The client is told to send it again, and nothing of it is served."""
+    connection = asyncio.run(reading(Reading.cut))
+    assert (connection.served, connection.refused) == ([], [(503, "router_leaving")])
+
+
+def test_a_reading_that_fails_is_answered(monkeypatch, expect_failures):
+    """What nobody expected is the request's trouble: it gets an answer, not silence."""
+
+    expect_failures(ZeroDivisionError)
+
+    def broken(raw):
+        yield
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("llmgw.router.reading.skim_json", broken)
+    connection = asyncio.run(reading(lambda work: None))
+    assert (connection.served, connection.refused) == ([], [(500, "internal")])

@@ -7,7 +7,7 @@ usage is read as it goes by, and taken out where the client did not ask for it (
 
 from __future__ import annotations
 
-from llmgw.router.errors import ERROR_MARKS, reason_phrase
+from llmgw.router.errors import reason_phrase, tells_error
 from llmgw.router.request import Field
 from llmgw.router.upstream import LENGTH
 from llmgw.router.usage import MARKS, TAIL, StreamUsage, Usage, of_body
@@ -86,7 +86,7 @@ class Answer:
         if self.sse:
             data = self._whole_events(data, done)
             self.events += data.count(b"\n\n") or 1
-            self.failed = self.failed or ERROR_MARKS[0] in data or ERROR_MARKS[1] in data
+            self.failed = self.failed or tells_error(data)
             if self._usage is not None and (MARKS[0] in data or MARKS[1] in data):
                 data = self._usage.look(data)
         elif self._tail is not None:

@@ -9,6 +9,8 @@ Each worker keeps its own: an endpoint that is down costs every worker its few f
 
 from __future__ import annotations
 
+from llmgw.router.scoreboard import LIVE, RETRYING, Scoreboard
+
 FAILURES = 5
 OPEN_FOR = 30.0
 
@@ -69,22 +71,25 @@ def is_failure(status: int) -> bool:
 class RetryBudget:
     """At most a fifth of the live requests may be retries, with a few always allowed.
 
-    One for all requests of a worker, so that an outage of many endpoints is not multiplied by retrying each request.
+    One for all requests of all workers, so that an outage of many endpoints is not multiplied by retrying each request, nor the
+    few that are always allowed by the number of workers. The relay counts live requests itself, in the scoreboard's C{LIVE}.
     """
 
-    __slots__ = ("live", "retrying")
+    __slots__ = ("_board",)
 
-    def __init__(self) -> None:
-        self.live = 0
-        self.retrying = 0
+    def __init__(self, board: Scoreboard) -> None:
+        self._board = board
 
     def take(self) -> bool:
         """Whether one more request may be retried now; if so, L{give} must follow when that request ends."""
-        if self.retrying * 5 >= max(self.live, 15):
-            return False
-        self.retrying += 1
-        return True
+        board = self._board
+        board.mine[RETRYING] += 1
+        board.fence()
+        if (board.crowd(RETRYING) - 1) * 5 < max(board.crowd(LIVE), 15):
+            return True
+        board.mine[RETRYING] -= 1
+        return False
 
     def give(self) -> None:
         """A retried request has ended."""
-        self.retrying -= 1
+        self._board.mine[RETRYING] -= 1

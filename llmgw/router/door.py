@@ -48,7 +48,7 @@ class Door:
         self.board = shared.board
         self.folder = shared.folder
         self.accounts = accounts
-        self.budget = RetryBudget()
+        self.budget = RetryBudget(shared.board)
         self.connections: set[ServerConnection] = set()
         self.leaving = False
         self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
@@ -184,15 +184,20 @@ class Door:
             if not routes.table.version:
                 raise Refusal(503, "starting", "The router has no routing table yet.", retry_after=2)
             raise Refusal(404, "model_not_found", f"There is no model {name[:200]!r} here.", param="model")
-        if caller is not None and caller.entry.models and served.name not in caller.entry.models:
+        allowed = caller.entry.models if caller is not None else ()
+        if allowed and served.name not in allowed:
+            assert caller is not None
             text = f"The API key {caller.entry.name or caller.id} may not use {name}."
             raise Refusal(403, "model_not_allowed", text, param="model")
-        if not served.upstreams:
-            for other in served.config.fallbacks:
-                fallback = routes.models.get(other)
-                if fallback is not None and fallback.upstreams:
-                    return fallback
-            self.on_demand(served)
+        return served if served.upstreams else self._instead(served, allowed)
+
+    def _instead(self, served: Served, allowed: tuple[str, ...]) -> Served:
+        """What answers for a model without endpoints: the first of its fallbacks that has some and that the key may use, too."""
+        self.on_demand(served)
+        for other in served.config.fallbacks:
+            fallback = self.routes.models.get(other)
+            if fallback is not None and fallback.upstreams and (not allowed or fallback.name in allowed):
+                return fallback
         return served
 
     def nothing(self, served: Served, why: str, tried: list[Upstream]) -> Refusal:

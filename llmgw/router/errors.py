@@ -7,6 +7,7 @@ so the shape only has to carry the message and a stable C{code}, which stands in
 
 from __future__ import annotations
 
+import re
 import time
 from email.utils import formatdate
 from functools import lru_cache
@@ -20,7 +21,7 @@ OPENAI = "openai"
 ANTHROPIC = "anthropic"
 RESPONSES = "responses"
 # What an engine's error event has, in any of the three APIs. It cannot stand inside a JSON string: there quotes are escaped.
-ERROR_MARKS = (b'"error":{', b'"error": {')
+_ERROR = re.compile(rb'"error": ?\{|"type": ?"(?:error|response\.failed)"')
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -92,6 +93,11 @@ def error_event(shape: str, refusal: Refusal) -> bytes:
         body = {"type": "error", "code": refusal.code, "message": refusal.text, "param": refusal.param, "error": error}
         return b"event: error\ndata: " + _encode(body) + b"\n\n"
     return b"data: " + _encode({"error": error}) + b"\n\n"
+
+
+def tells_error(data: bytes) -> bool:
+    """Whether these events of an engine's stream tell that it failed."""
+    return b"error" in data and _ERROR.search(data) is not None
 
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}

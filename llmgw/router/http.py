@@ -38,6 +38,7 @@ from llmgw.router.request import (
     bad_request,
     check_head,
     head_too_large,
+    internal_error,
     no_space,
     plain_head,
     too_large,
@@ -331,7 +332,7 @@ class ServerConnection(asyncio.Protocol):
             self.refuse(request, refusal)
         except Exception:
             log.failure("A request could not be begun: {path}", path=repr(request.path))
-            self.refuse(request, Refusal(500, "internal", "The router failed on this request; its log says how."))
+            self.refuse(request, internal_error())
 
     def _wait(self, seconds: float) -> None:
         self.grace = seconds

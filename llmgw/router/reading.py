@@ -7,8 +7,11 @@ import mmap
 import time
 from typing import TYPE_CHECKING
 
+from twisted.logger import Logger
+
 from llmgw.router.body import skim_json
 from llmgw.router.errors import Refusal
+from llmgw.router.request import internal_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from llmgw.router.request import Request
 
 TURN = 0.002
+log = Logger()
 
 
 class Reading:
@@ -50,6 +54,11 @@ class Reading:
         except Refusal as refusal:
             self._end()
             self._connection.refuse(self._request, refusal)
+            return
+        except Exception:
+            log.failure("A body could not be read: {path}", path=repr(self._request.path))
+            self._end()
+            self._connection.refuse(self._request, internal_error())
             return
         if body is None:
             self._loop.call_soon(self._turn)

@@ -22,6 +22,7 @@ from llmgw.router.prefixes import NO_HINT, Hint
 from llmgw.router.reading import leaving
 from llmgw.router.request import Field, Request
 from llmgw.router.routes import Caller, Served
+from llmgw.router.scoreboard import LIVE
 from llmgw.router.surface import Call
 from llmgw.router.upstream import EngineConnection, Upstream
 from llmgw.router.usage import Usage
@@ -101,7 +102,7 @@ class Exchange:
 
         @raise Refusal: there is no use in waiting.
         """
-        self._door.budget.live += 1
+        self._door.board.mine[LIVE] += 1
         self._grant, self._hint = grant, hint
         try:
             line = self.served.line
@@ -413,7 +414,7 @@ class Exchange:
         self.outcome = outcome
         self.status = status or self.status
         door, client = self._door, self.client
-        door.budget.live -= 1
+        door.board.mine[LIVE] -= 1
         if self._budgeted:
             door.budget.give()
         if self._waiter is not None:

@@ -126,6 +126,11 @@ def bad_request(text: str) -> Refusal:
     return Refusal(400, "bad_request", f"This is not HTTP/1.1 as it is spoken here: {text}.")
 
 
+def internal_error() -> Refusal:
+    """500, for what we did not expect."""
+    return Refusal(500, "internal", "The router failed on this request; its log says how.")
+
+
 def no_space(error: OSError) -> Refusal:
     """507, for a body that does not fit on the disk of the state folder."""
     return Refusal(507, "no_space", f"The router cannot keep this body while it arrives: {error.strerror}.", retry_after=30)

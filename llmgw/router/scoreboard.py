@@ -8,7 +8,8 @@ that it is full (whoever waits, looks again).
 The file, in cells of 8 bytes::
 
     0 magic   1 rows   2 columns   3 columns in use   4 directory revision   5..63 free
-    64 ...            per column: owner's pid, its start time, table version it routes by, 5 free
+    64 ...            per column: owner's pid, its start time, table version it routes by, its live requests, those of them
+                      that are retries, 3 free
     then per row:     hash of the name the row is for (0: free), table version that dropped it (0: in use)
     then per column:  for each row WIDTH cells
 
@@ -51,7 +52,7 @@ WIDTH = 8
 ZEROS = memoryview(bytes(WIDTH * 8)).cast("q")
 HEAD_CELLS = 64
 OWNER_CELLS = 8
-PID, STARTED, ACKNOWLEDGED = 0, 1, 2
+PID, STARTED, ACKNOWLEDGED, LIVE, RETRYING = 0, 1, 2, 3, 4
 MARK, REVISION = 3, 4
 
 IN_FLIGHT = 0
@@ -72,6 +73,7 @@ class Scoreboard:
     """The mapped file, seen from one process.
 
     @ivar own: this process's column; index it with a row (plus a cell).
+    @ivar mine: what is said of the column as a whole: L{LIVE} and L{RETRYING} are the worker's to count.
     @ivar others: the columns in use that belong to other processes, the server's last.
     """
 
@@ -94,6 +96,7 @@ class Scoreboard:
         self._rows: dict[str, int] = {}
         self._numbers: dict[int, int] | None = None
         self.own = self.view(column)
+        self.mine = self._cells[self._owner(column) : self._owner(column) + OWNER_CELLS]
         self.others: list[memoryview[int]] = []
         self._look()
 
@@ -123,7 +126,7 @@ class Scoreboard:
 
     def close(self) -> None:
         """Unmap. The counts stay as they are."""
-        for view in (self.own, *self.others, self._server, self._cells):
+        for view in (self.own, self.mine, *self.others, self._server, self._cells):
             view.release()
         self.others = []
         self._map.close()
@@ -168,6 +171,10 @@ class Scoreboard:
         for column in self.others:
             total += column[row]
         return total
+
+    def crowd(self, cell: int) -> int:
+        """The sum over all workers of L{LIVE} or L{RETRYING}."""
+        return sum(self._cells[self._owner(column) + cell] for column in range(1, self._cells[MARK]))
 
     def loads(self, rows: Iterable[int]) -> list[int]:
         """For each endpoint's row, what is in flight there: ours over all processes, and what the engine reports besides."""
@@ -309,7 +316,8 @@ class Scoreboard:
                 if mark:
                     cells[number * WIDTH : (number + 1) * WIDTH] = ZEROS
         at = self._owner(column)
-        self._cells[at + PID] = self._cells[at + STARTED] = self._cells[at + ACKNOWLEDGED] = 0
+        for cell in (PID, STARTED, ACKNOWLEDGED, LIVE, RETRYING):
+            self._cells[at + cell] = 0
 
     def sweep(self) -> list[int]:
         """Clear every column whose owner is no more, also those of workers that another server started."""

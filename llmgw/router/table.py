@@ -56,7 +56,7 @@ class RoutedModel(Struct, frozen=True, omit_defaults=True):
     """A public name. C{endpoints} are ids; C{reason} says in a sentence why there are none (or fewer than wanted).
 
     @ivar policy: C{least_cost}, C{least_inflight}, C{round_robin} or C{weighted}.
-    @ivar fallbacks: names of models that answer when this one has no endpoint, in order.
+    @ivar fallbacks: names of models that answer when this one has no endpoint, in order; only those that the key may use.
     @ivar max_in_flight: over all its endpoints, None no bound but theirs.
     @ivar on_demand: it sleeps at zero replicas and is woken by a request, which waits in the queue.
     @ivar served: the name that its engines know it by where that is not the endpoint's own: a LoRA adapter's.

@@ -35,6 +35,7 @@ ONE_WRITE = 64 * 1024
 EVENT_END = b"\n\n\r\n"
 # A chunk whose last field is its choices, as most are: then it is not the one with the usage, which comes last or has none.
 DELTA_END = b"}]}\n\n\r\n"
+_USAGE, _SPACED_USAGE = MARKS
 _LARGEST_CHUNK = 16 * 1024
 _FIRST_WORDS = 64
 _monotonic = time.monotonic
@@ -55,7 +56,9 @@ _NO_HEAD = b"\0"
 
 def _notable(data: bytes) -> bool:
     """Whether these events may say something of tokens or of an error, which stands in the first words if at all."""
-    return MARKS[0] in data or MARKS[1] in data or data.find(b"error", 0, _FIRST_WORDS) >= 0
+    if _USAGE in data or _SPACED_USAGE in data:
+        return True
+    return data.find(b"error", 0, _FIRST_WORDS) >= 0 or data.find(b".failed", 0, _FIRST_WORDS) >= 0
 
 
 class Reader(Protocol):

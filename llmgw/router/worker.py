@@ -42,7 +42,7 @@ from llmgw.router.prefixes import Prefixes
 from llmgw.router.probe import PERIOD, Prober
 from llmgw.router.proxies import Proxies
 from llmgw.router.routes import Routes, Served, Shared
-from llmgw.router.scoreboard import Scoreboard, shared_file
+from llmgw.router.scoreboard import LIVE, Scoreboard, shared_file
 from llmgw.router.sharedfile import Absent
 from llmgw.router.table import BadTable, Table, read_table
 
@@ -235,7 +235,7 @@ class Worker:
         with open("/proc/self/statm", "rb") as file:
             rss = int(file.read().split()[1]) * resource.getpagesize()
         self.channel.send(
-            "beat", in_flight=self.door.budget.live, waiting=sum(one.line.waiting for one in served),
+            "beat", in_flight=self.board.mine[LIVE], waiting=sum(one.line.waiting for one in served),
             connections=len(self.door.connections), lag=round(lag, 4), rss=rss,
         )  # fmt: skip
         self._send_usage()

@@ -63,12 +63,19 @@ class Conversation:
     socket: socket.socket
     rest: bytes = b""
 
-    def _more(self) -> bool:
-        try:
-            data = self.socket.recv(65536)
-        except OSError:
-            return False
-        self.rest += data
+    def _more(self, size: int = 0) -> bool:
+        """Read once, or until there are C{size} bytes."""
+        pieces, have = [self.rest], len(self.rest)
+        while True:
+            try:
+                data = self.socket.recv(2**20)
+            except OSError:
+                data = b""
+            pieces.append(data)
+            have += len(data)
+            if not data or have >= size:
+                break
+        self.rest = b"".join(pieces)
         return bool(data)
 
     def request(self) -> Received | None:
@@ -85,7 +92,7 @@ class Conversation:
         length = int(dict(headers).get(b"content-length", b"0"))
         size = len(head) + 4 + length
         while len(self.rest) < size:
-            if not self._more():
+            if not self._more(size):
                 return None
         raw, self.rest = self.rest[:size], self.rest[size:]
         received = Received(line, headers, raw[len(head) + 4 :], raw)

@@ -17,8 +17,8 @@ FOUND = adapters()
 
 
 def test_the_adapters_that_are_shipped():
-    """Three, found by name."""
-    assert {"command", "llamacpp", "vllm"} <= set(FOUND)
+    """Five, found by name."""
+    assert {"command", "llamacpp", "sglang", "trtllm", "vllm"} <= set(FOUND)
 
 
 @pytest.mark.parametrize("name", sorted(FOUND))

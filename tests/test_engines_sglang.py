@@ -52,7 +52,7 @@ def test_argv_of_one_node():
         "sglang",
         "llama",
         context=32768,
-        parallel=Parallel(tensor=2, pipeline=2, data=2, expert=True),
+        parallel=Parallel(tensor=2, pipeline=2, expert=True),
         arguments={"max-running-requests": 64, "disable-radix-cache": True, "cuda-graph-bs-decode": [1, 2], "seed": None},
         extra_argv=("--log-level", "info"),
     )
@@ -60,7 +60,7 @@ def test_argv_of_one_node():
     made = launch(profile, Allocation("n1", address="10.0.0.1", devices=devices, ports=BLOCK))
     assert made.argv == (
         "sglang", "serve", "/models/llama", "--config", "{secret:sglang.yaml}", "--host", "10.0.0.1", "--port", "20001",
-        "--served-model-name", "llama-8b", "--tp-size", "2", "--pp-size", "2", "--dp-size", "2", "--ep-size", "2",
+        "--served-model-name", "llama-8b", "--tp-size", "2", "--pp-size", "2", "--ep-size", "2",
         "--dist-init-addr", "127.0.0.1:20002", "--nccl-port", "20017", "--context-length", "32768", *QUIET,
         "--max-running-requests", "64", "--disable-radix-cache", "--cuda-graph-bs-decode", "1", "2", "--log-level", "info",
     )  # fmt: skip
@@ -68,6 +68,13 @@ def test_argv_of_one_node():
     assert (made.url, made.limit, made.ready, made.models) == ("http://10.0.0.1:20001", 64, "/ready", "/v1/models")
     taken = parser().parse_args(["--model-path", *made.argv[2:]])
     assert (taken.tp_size, taken.nccl_port, taken.max_running_requests) == (2, 20017, 64)
+
+
+def test_data_parallel_copies_choose_their_ports():
+    """Told one rendezvous or one port of NCCL's, the second copy would find it taken by the first."""
+    argv = launch(Profile("sglang", "llama", parallel=Parallel(tensor=2, data=2))).argv
+    assert argv[argv.index("--tp-size") :][:4] == ("--tp-size", "2", "--dp-size", "2")
+    assert not {"--nccl-port", "--dist-init-addr"} & set(argv)
 
 
 def test_argv_over_nodes():
@@ -86,6 +93,7 @@ def test_argv_over_nodes():
     assert other.secrets == head.secrets, "every rank compares the key's presence"
     assert {(other.defaults | dict(other.environment))[f"{what}_SOCKET_IFNAME"] for what in ("NCCL", "GLOO", "TP")} == {"ib0"}
     assert (head.environment["SGLANG_HOST_IP"], other.environment["SGLANG_HOST_IP"]) == ("10.9.0.1", "10.9.0.2")
+    assert {made.environment["SGLANG_TCP_STORE_PORT"] for made in (head, other)} == {"20014"}
     six = launch(profile, evolve(first, head="fd00::1"))
     assert "[fd00::1]:20002" in six.argv
 

@@ -2,8 +2,9 @@
 
 The key goes by a configuration file, since SGLang takes it from nowhere else but argv. Everything else stands in argv. The
 engine takes one served name; routers translate the others. It picks ports by itself where it is not told, so all of them are
-told: HTTP, rendezvous (C{dist-init-addr}, whose next six are used, too) and NCCL's. Ranks above 0 answer 200 on their health
-paths whatever happens, so those are never asked: such a rank is ready when it has begun, and the head waits for what it loads.
+told: HTTP, rendezvous (C{dist-init-addr}, whose next six are used, too), NCCL's and its store's; but not to data parallel
+copies. Ranks above 0 answer 200 on their health paths whatever happens, so those are never asked: such a rank is ready when it
+has begun, and the head waits for what it loads.
 
 SIGTERM drains without any limit, ranks above 0 ignore it and end when rank 0 tells them: the agent's grace ends both.
 C{/health} runs a generation, which a long prefill delays; C{/ready} is a flag, and is asked where the version has it.
@@ -44,6 +45,8 @@ from llmgw.interfaces import (
 CONFIG = "sglang.yaml"
 # HTTP, rendezvous, 14 behind that (six are used, and one for each data parallel rank by some builds), NCCL.
 PORTS = 17
+# Behind the rendezvous: where ranks keep what they tell each other.
+STORE = 12
 _LISTS = frozenset({"forward-hooks", "sidecar-args", "decoupled-spec-connect-endpoints"})
 
 _PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
@@ -216,6 +219,9 @@ def _parallel(profile: Profile, allocation: Allocation) -> list[str]:
         argv += ["--dp-size", str(parallel.data)]
     if parallel.expert:
         argv += ["--ep-size", str(parallel.tensor)]
+    if parallel.data > 1:
+        # Its copies choose ports for themselves, one after the other; told one, they would all take that.
+        return argv
     if allocation.nodes > 1:
         argv += ["--nnodes", str(allocation.nodes), "--node-rank", str(allocation.rank)]
         argv += ["--dist-init-addr", _address(allocation.head, allocation.head_port)]
@@ -245,6 +251,9 @@ def memory_fraction(profile: Profile, allocation: Allocation) -> float | None:
 
 def _environment(allocation: Allocation) -> dict[str, str]:
     found = {"CUDA_VISIBLE_DEVICES": ",".join(allocation.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if len(allocation.ports) >= PORTS:
+        # One port for all ranks, the same for every engine on the node unless it is told.
+        found["SGLANG_TCP_STORE_PORT"] = str((allocation.head_port or allocation.ports[1]) + STORE)
     if allocation.nodes > 1 and allocation.rank < len(allocation.peers):
         found["SGLANG_HOST_IP"] = allocation.peers[allocation.rank]
     return found

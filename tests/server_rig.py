@@ -21,7 +21,7 @@ from llmgw.router.table import read_table, write_table
 from llmgw.server.service import Server
 from llmgw.testing.certificates import Fleet
 from llmgw.testing.simagents import SimAgent
-from llmgw.testing.simulate import SimRouters
+from llmgw.testing.simserver import SimRouters
 
 
 class StillRouters(SimRouters):

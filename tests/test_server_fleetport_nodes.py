@@ -15,8 +15,10 @@ from llmgw.server.controller import Clocks, Controller
 from llmgw.server.membership import MOST_NAMED
 from llmgw.server.reckoning import Reckoner
 from llmgw.store.records import CatalogRevision
+from llmgw.testing.memorystore import MemoryStore
 from llmgw.testing.simagents import SimAgent
-from llmgw.testing.simulate import MemoryStore, SimLeadership, SimRouters, model
+from llmgw.testing.simserver import SimLeadership, SimRouters
+from llmgw.testing.simulate import model
 from llmgw.wire.messages import PROTOCOL, Done, Event, Goaway, Report
 from tests.fleetlink import Node, a_world
 from tests.fleetport_peers import joined

@@ -14,7 +14,7 @@ from llmgw.server.sharedrouters import SharedRouters
 from llmgw.server.workers import NotRouting
 from llmgw.store.errors import StoreError
 from llmgw.store.servers import Meeting, ServerRecord
-from llmgw.testing.simulate import SimLeadership
+from llmgw.testing.simserver import SimLeadership
 
 TIMING = Timing()  # a lease of 15 s: a look each second, silent after 30 s
 

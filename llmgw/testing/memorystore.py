@@ -10,7 +10,7 @@ from zope.interface import implementer
 
 from llmgw.fleet.events import FleetEvent
 from llmgw.interfaces import IStore
-from llmgw.store.errors import StoreError
+from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.records import (
     CatalogRevision,
     Drop,
@@ -25,9 +25,18 @@ from llmgw.store.records import (
 
 @implementer(IStore)
 class MemoryStore:
-    """A store that survives its controllers and can be made to fail, to hang or to forget."""
+    """A store that survives its controllers and can be made to fail, to hang or to forget.
+
+    @ivar leads: the epoch of the leadership in force; writes of an earlier one are refused.
+    @ivar failing: why it takes nothing; empty while it works.
+    @ivar lossy: it takes what it is given, and its answer is lost.
+    @ivar stalled: it answers nothing until L{resume}.
+    """
 
     def __init__(self) -> None:
+        self.leads = 0
+        self.lossy = self.stalled = False
+        self._held: list[tuple[int, list[object], Deferred[int]]] = []
         self.records: dict[tuple[str, str], Any] = {}
         self.catalog: CatalogRevision | None = None
         self.events: list[FleetEvent] = []
@@ -43,7 +52,8 @@ class MemoryStore:
         return succeed(self.snapshot(0))
 
     def snapshot(self, epoch: int) -> Snapshot:
-        """Everything."""
+        """Everything, for a leadership that begins now."""
+        self.leads = max(self.leads, epoch)
         kinds: dict[str, list[Any]] = {"node": [], "shard": [], "key": [], "rollout": []}
         for (kind, _), record in sorted(self.records.items(), key=lambda item: item[0]):
             kinds[kind].append(record)
@@ -52,12 +62,26 @@ class MemoryStore:
 
     def commit(self, epoch: int, changes: Iterable[object]) -> Deferred[int]:
         """See L{IStore}."""
+        if self.stalled:
+            answer: Deferred[int] = Deferred()
+            self._held.append((epoch, list(changes), answer))
+            return answer
         if self.failing:
             return fail(StoreError(self.failing, "full"))
+        if epoch < self.leads:
+            return fail(NotLeader(f"epoch {epoch} is over, {self.leads} leads", self.leads, "another"))
+        self.leads = epoch
         self.revision += 1
         for change in changes:
             self._take(change)
-        return succeed(self.revision)
+        return fail(StoreError("no answer in 2 s", "timeout")) if self.lossy else succeed(self.revision)
+
+    def resume(self) -> None:
+        """Work again, and do first what was asked meanwhile."""
+        self.stalled = False
+        held, self._held = self._held, []
+        for epoch, changes, answer in held:
+            self.commit(epoch, changes).chainDeferred(answer)
 
     def _take(self, change: object) -> None:
         if isinstance(change, NodeRecord):

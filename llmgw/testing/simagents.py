@@ -28,6 +28,7 @@ class SimEngine:
     state: ShardState = ShardState.STARTING
     since: float = 0.0
     reason: str = ""
+    next: ShardOrder | None = None
 
     @property
     def live(self) -> bool:
@@ -41,7 +42,10 @@ class SimAgent:
 
     @ivar load: seconds from start to ready; C{grace} from the order to stop to the end.
     @ivar doomed: models and generations whose engines die while loading.
+    @ivar ahead: how many seconds its clock is ahead of the others'.
+    @ivar epochs: every epoch whose orders it has followed.
     @ivar stopped: every shard that was stopped by order, with the order: what nobody ordered must not be in it.
+    @ivar replaced: every attempt that was stopped for a later one, with the state it was in.
     """
 
     name: str
@@ -58,7 +62,10 @@ class SimAgent:
     session: str = ""
     alive: bool = True
     doomed: set[str] = field(factory=set)
+    ahead: float = 0.0
+    epochs: list[int] = field(factory=list)
     stopped: list[ShardOrder] = field(factory=list)
+    replaced: list[tuple[ShardOrder, ShardState]] = field(factory=list)
     say: Callable[[Any], None] = lambda message: None
     running_requests: int | None = None
     _pids: int = 100
@@ -89,7 +96,7 @@ class SimAgent:
                 engine.state,
                 rank=engine.order.allocation.rank,
                 pid=engine.pid if engine.live else None,
-                since=engine.since,
+                since=engine.since + self.ahead,
                 url=f"http://{self.name}.sim:{engine.order.allocation.ports[0]}/v1",
                 key=f"key-{engine.pid}",
                 devices=engine.order.allocation.devices,
@@ -110,6 +117,8 @@ class SimAgent:
             return
         if (epoch, revision) < self.applied:
             return
+        if self.fence[0] != epoch:
+            self.epochs.append(epoch)
         self.fence, self.applied = (epoch, leader), (epoch, revision)
         for order in orders:
             self._follow(order, now)
@@ -123,7 +132,13 @@ class SimAgent:
             return
         engine = self.engines.get(order.shard)
         if order.wanted is Wanted.RUN:
-            if engine is None or order.attempt > engine.order.attempt:
+            if engine is not None and engine.live and order.attempt > engine.order.attempt:
+                self._succeed(engine, order, now)
+            elif engine is None or order.attempt > engine.order.attempt:
+                if taken := self._taken(order):
+                    self.answered[order.operation] = Done(order.operation, False, *taken)
+                    self.say(self.answered[order.operation])
+                    return
                 self._pids += 1
                 self.engines[order.shard] = SimEngine(order, self._pids, since=now)
         elif engine is None:
@@ -134,6 +149,22 @@ class SimAgent:
                 engine.state, engine.since = ShardState.STOPPING, now
             elif order.wanted is Wanted.DRAIN and engine.state is ShardState.READY:
                 engine.state, engine.since = ShardState.DRAINING, now
+
+    def _succeed(self, engine: SimEngine, order: ShardOrder, now: float) -> None:
+        """A later attempt while the one before lives: two never run at once, so that one is stopped first."""
+        if engine.state is not ShardState.STOPPING:
+            self.replaced.append((engine.order, engine.state))
+            engine.state, engine.since = ShardState.STOPPING, now
+        engine.next = order
+
+    def _taken(self, order: ShardOrder) -> tuple[str, dict[str, str]] | None:
+        """Whether another engine has a device that this order takes: then it is declined."""
+        for shard, other in self.engines.items():
+            shared = set(order.allocation.devices) & set(other.order.allocation.devices)
+            alone = not (order.profile.resources.share and other.order.profile.resources.share)
+            if other.live and shard != order.shard and shared and alone:
+                return "device_in_use", {"text": f"a device of {order.shard} is held by {shard}"}
+        return None
 
     def step(self, now: float) -> None:
         """Let time pass for its engines."""
@@ -153,6 +184,9 @@ class SimAgent:
             engine.state, engine.since = ShardState.READY, now
         elif state is ShardState.STOPPING and lasted >= self.grace:
             engine.state, engine.since = ShardState.STOPPED, now
+            if engine.next is not None:
+                engine.order, engine.next = engine.next, None
+                engine.state, engine.pid = ShardState.STARTING, engine.pid + 1000
 
     def die(self, engine: SimEngine, now: float, reason: str) -> None:
         """An engine ends by itself."""

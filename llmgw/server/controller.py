@@ -99,6 +99,7 @@ class Controller:
         self._last_plan = 0.0
         self._took = 0.0
         self._expires: dict[str, float] = {}
+        self._given_ports: dict[str, tuple[int, int]] = {}
         self._broken: dict[str, str] = {}
         self._to_route: list[Deferred[None]] = []
         self.clocks = clocks or Clocks()
@@ -126,6 +127,7 @@ class Controller:
     def begin(self, snapshot: Snapshot, fresh: bool) -> None:
         """Lead from what the store has. C{fresh}: it was made just now, so a fleet may run that it knows nothing of."""
         self.truth.load(snapshot)
+        self._given_ports.clear()
         self.members.begin()
         self.demand.begin(self.truth.shards.values())
         self._began, self._began_at = snapshot.revision, self.clocks.steady()
@@ -298,8 +300,8 @@ class Controller:
         )
 
     def _last_ports(self) -> Mapping[str, int]:
-        """By node, the last port of the newest placement."""
-        newest: dict[str, tuple[int, int]] = {}
+        """By node, the last port of the newest placement, also when what was placed there has ended: so its port rests."""
+        newest = self._given_ports
         for record in self.truth.shards.values():
             if record.allocation and record.allocation.ports:
                 found = (record.placed_revision, record.allocation.ports[-1])

@@ -275,3 +275,25 @@ def test_a_configuration_is_told_without_what_no_decision_needs(tmp_path):
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"chat_template": "y" * 100_000}))
     found = WeightFinder([tmp_path]).inspect("m").config
     assert found == {"layer_types": config["layer_types"], "quantization_config": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "qwen.tiktoken", "spiece.model"]
+)
+def test_whether_a_tokenizer_stands_beside_the_tensors(tmp_path, name):
+    """By the names that models use; without tensors nobody has looked."""
+    (tmp_path / "m").mkdir()
+    finder = WeightFinder([tmp_path])
+    assert finder.inspect("m").tokenizer is None
+    safetensors_file(tmp_path / "m" / "a.safetensors", 10)
+    assert finder.inspect("m").tokenizer is False
+    (tmp_path / "m" / name).write_text("{}")
+    assert finder.inspect("m").tokenizer is True
+
+
+def test_an_adapter_is_told_by_its_own_configuration(tmp_path):
+    """A LoRA's folder has adapter_config.json in place of a model's."""
+    (tmp_path / "lora").mkdir()
+    safetensors_file(tmp_path / "lora" / "adapter_model.safetensors", 10)
+    (tmp_path / "lora" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 16}')
+    assert WeightFinder([tmp_path]).inspect("lora").config == {"peft_type": "LORA", "r": 16}

@@ -162,6 +162,9 @@ def test_v12_the_folder(tmp_path):
     refused("1 of 1 tensor files are missing", "1.safetensors", weights=found)
     (tmp_path / "m" / "1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     refused("Git LFS pointer", "git lfs pull", weights=WeightFinder([tmp_path]).inspect("m"))
+    for engine in ADAPTERS:
+        refused("/models/llama has no tokenizer", "fetch the whole model", weights=files(tokenizer=False), engine=engine)
+    fine(weights=files(tokenizer=False), arguments={"tokenizer": "org/other"})
     refused("config.json", weights=files({}))
     refused("names no architecture", weights=files({"x": 1}))
     refused("GGUF", "llamacpp", weights=evolve(files(), format="gguf"))

@@ -21,6 +21,9 @@ from llmgw.fleet.shard import WeightFiles
 HF = re.compile(r"hf:(?P<org>[\w.-]+)/(?P<name>[\w.-]+)(?:@(?P<revision>[\w.-]+))?\Z", re.ASCII)
 SPLIT = re.compile(r"(?P<base>.+)-\d{5}-of-(?P<count>\d{5})\.gguf\Z", re.ASCII)
 OLD = re.compile(r"(pytorch_)?model[\w.-]*\.bin\Z")
+TOKENIZER = re.compile(
+    r"tokenizer[\w.-]*\.(json|model)\Z|vocab\.(json|txt)\Z|tekken\.json\Z|.*\.(tiktoken|spm)\Z|spiece\.model\Z"
+)
 INDEX = "model.safetensors.index.json"
 CONFIG_LIMIT = 16 * 2**20
 KEEP = 256
@@ -167,6 +170,7 @@ def read_folder(path: Path, files: list[Path]) -> WeightFiles:
         config=_configuration(config if config.exists() else path / "adapter_config.json"),
         generation=_configuration(path / "generation_config.json"),
         problem=problem,
+        tokenizer=any(TOKENIZER.match(file.name) for file in files) if chosen else None,
     )
 
 

@@ -115,6 +115,16 @@ def weights_format(case: Case, instead: str = "use engine llamacpp, or the model
         yield Problem(f"config.json in {case.files.path} names no architecture", "weights", "weights_format")
 
 
+def tokenizer(case: Case) -> Iterator[Problem]:
+    """V12: texts cannot become tokens without one."""
+    elsewhere = ("tokenizer", "tokenizer-path", "skip-tokenizer-init", "skip_tokenizer_init", "tokenizer_path")
+    if case.files is not None and case.files.tokenizer is False and not any(map(case.profile.arguments.get, elsewhere)):
+        text = (
+            f"{case.files.path} has no tokenizer (tokenizer.json, tokenizer.model, ...): fetch the whole model again, or name one"
+        )
+        yield Problem(f"{text} with the argument tokenizer", "weights", "tokenizer_missing")
+
+
 def quantization(case: Case, known: Collection[str], same: str = "quantization") -> Iterator[Problem]:
     """A method that this version knows, and for weights that are quantized already no other one.
 

@@ -57,6 +57,7 @@ def problems(case: Case) -> list[Problem]:
         model_checks.kv_heads,
         model_checks.layers,
         model_checks.devices,
+        model_checks.tokenizer,
         model_checks.quantization_blocks,
         _nodes,
         _experts,

@@ -65,6 +65,7 @@ def problems(case: Case) -> list[Problem]:
         model_checks.devices,
         model_checks.quantization_blocks,
         model_checks.weights_format,
+        model_checks.tokenizer,
         _arguments,
         _one_node,
         _experts,

@@ -67,6 +67,7 @@ def problems(case: Case) -> list[Problem]:
         model_checks.nodes,
         model_checks.devices,
         model_checks.weights_format,
+        model_checks.tokenizer,
         model_checks.quantization_blocks,
         _experts,
         _data_over_nodes,

@@ -254,6 +254,7 @@ class WeightFiles:
     generation_config.json; C{gguf} the header's key-values; C{bytes} the size of the tensors and C{tensors} where they stand
     (None unknown); C{revision} the commit of a Hugging Face cache. C{loras} is what was found of the profile's adapters, in
     their order; their C{config} is adapter_config.json. C{fetching}: they are being downloaded, so what is there is not whole.
+    C{tokenizer} is whether one stands beside safetensors (None: not looked).
     """
 
     weights: str
@@ -269,4 +270,5 @@ class WeightFiles:
     tensors: TensorBytes | None = None
     revision: str = ""
     loras: tuple[WeightFiles, ...] = ()
+    tokenizer: bool | None = None
     fetching: bool = False

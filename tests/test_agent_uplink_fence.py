@@ -107,7 +107,7 @@ def test_i_l1_an_order_of_an_old_leadership_is_refused_and_changes_nothing(world
     assert server.link.over is False
 
 
-def test_i_c1_an_older_revision_of_the_same_leadership_is_refused(world):
+def test_f31_i_c1_an_older_revision_of_the_same_leadership_is_refused(world):
     """A message that was overtaken does not undo what came after it; the same one again is welcome."""
     server = ScriptedServer(world)
     agent = world.agent()

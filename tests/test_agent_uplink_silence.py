@@ -19,7 +19,7 @@ def lost(world):
     return world.log.having("n1: the link to ")
 
 
-def test_i_a7_a_server_that_falls_silent_is_left_after_three_heartbeats_for_the_next_address(world):
+def test_f27_i_a7_a_server_that_falls_silent_is_left_after_three_heartbeats_for_the_next_address(world):
     """The connection is good and the server's process hangs: 15 s after its last word the agent tries the other one."""
     quiet, good = ScriptedServer(world), ScriptedServer(world, "10.0.0.2", "cp2", epoch=8)
     agent = world.agent(servers=("10.0.0.1", "10.0.0.2"))
@@ -33,7 +33,7 @@ def test_i_a7_a_server_that_falls_silent_is_left_after_three_heartbeats_for_the_
     assert agent.node.of("disconnected") == [("nothing was heard from it in 15 s",)]
 
 
-def test_i_a7_a_half_open_link_is_left_after_three_heartbeats(world):
+def test_f26_i_a7_a_half_open_link_is_left_after_three_heartbeats(world):
     """A firewall forgot the connection: writes go nowhere and nobody tells. Both sides let go, each by its own timer."""
     port, agent = world.server(), world.agent(servers=("10.0.0.1", "10.0.0.2"))
     world.linked(port)

@@ -102,7 +102,7 @@ def test_a_certificate_without_our_identity_is_refused_before_anything_is_read(w
     assert agent.node.events == []
 
 
-def test_a_server_with_another_authority_is_not_taken(world):
+def test_f25_a_server_with_another_authority_is_not_taken(world):
     """The agent names the issuer; the server hears that it is not trusted."""
     port, agent = world.server(fleet=Fleet(name="07e207e207e2")), world.agent("n1")
     (line, *_), (refusal, *_) = refused(world, port, agent)

@@ -31,7 +31,7 @@ def test_i_c8_the_same_agent_replaces_its_old_link_at_once(world):
     assert world.log.having("info", "cp1: n1 is gone: ", old.word.text)
 
 
-def test_i_c8_the_same_agent_comes_back_while_its_old_link_is_stuck(world):
+def test_f29_i_c8_the_same_agent_comes_back_while_its_old_link_is_stuck(world):
     """The old one reads nothing: it is replaced all the same, and aborted within a second."""
     port, old = world.server(), joined(world)
     old.stop()

@@ -107,7 +107,7 @@ def rig(tmp_path):
         made.controller.end()
 
 
-def test_a_node_that_misses_three_heartbeats_is_unreachable_and_says_why(rig):
+def test_f27_a_node_that_misses_three_heartbeats_is_unreachable_and_says_why(rig):
     """Its engine is taken for unknown, not for dead; it comes back under the same session rules and all is as before."""
     agent = rig.agent()
     rig.ready()

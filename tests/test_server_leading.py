@@ -50,7 +50,7 @@ async def pair(make, *models, others=None):
 
 
 @pytest_twisted.ensureDeferred
-async def test_three_that_start_at_once_on_an_empty_database_have_one_leader(make, caplog_twisted):
+async def test_f10_three_that_start_at_once_on_an_empty_database_have_one_leader(make, caplog_twisted):
     """F10. One makes the tables while the others wait, one leads, all are up."""
     rigs = [make(name, STATIC) for name in ("cp1", "cp2", "cp3")]
     await DeferredList([Deferred.fromCoroutine(rig.start()) for rig in rigs], fireOnOneErrback=True)
@@ -78,7 +78,7 @@ async def test_the_stores_catalog_is_in_force_whatever_a_standbys_file_says(make
 
 
 @pytest_twisted.ensureDeferred
-async def test_a_standby_answers_reads_and_sends_writes_to_the_leader(make):
+async def test_i_l6_a_standby_answers_reads_and_sends_writes_to_the_leader(make):
     """I-L6. The sentence names it and where it is."""
     one, two = await pair(make, model("m", 1))
     one.link("a", 1)
@@ -121,7 +121,7 @@ async def test_f22_a_standby_says_who_leads_and_where_before_it_reads_anything(m
 
 
 @pytest_twisted.ensureDeferred
-async def test_f05_a_leader_that_cannot_renew_throws_the_leadership_away(make):
+async def test_f05_i_l7_a_leader_that_cannot_renew_throws_the_leadership_away(make):
     """I-L7. Links are closed with a word, another controller stands by, what the old one still means to do is nothing.
 
     Takes the lease that has to run out.
@@ -155,7 +155,7 @@ def cut(statements):
 
 
 @pytest_twisted.ensureDeferred
-async def test_a_new_leader_stops_and_places_nothing_before_the_grace_is_over(make):
+async def test_i_c7_a_new_leader_stops_and_places_nothing_before_the_grace_is_over(make):
     """I-C7: nobody has reported to it yet."""
     one, two = await pair(make, model("m", 1))
     one.link("a", 1)
@@ -169,7 +169,24 @@ async def test_a_new_leader_stops_and_places_nothing_before_the_grace_is_over(ma
 
 
 @pytest_twisted.ensureDeferred
-async def test_a_leader_that_the_store_has_deposed_does_not_lead_on(make):
+async def test_f20_what_was_placed_but_not_ordered_is_ordered_by_the_next_leader(make):
+    """The lead is lost between the placement's commit and the order: one engine, first attempt, by the new leader's word."""
+    one, two = await pair(make, model("m", 1))
+    agent = one.link("a", 1)
+    await wait(lambda: one.server.controller.truth.shards, "placed, and told to nobody", two)
+    assert not agent.engines
+    await one.stop()
+    await wait(lambda: two.server.role == "leader", "cp2 leads", two)
+    two.agents = one.agents
+    two.link("a", 1)
+    await wait(lambda: two.row("m")["ready"], "ready", two)
+    assert [(name, engine.live) for name, engine in agent.engines.items()] == [("m/1/0", True)]
+    (record,) = two.server.controller.truth.shards.values()
+    assert (record.attempt, two.server.leadership.epoch) == (1, 2)
+
+
+@pytest_twisted.ensureDeferred
+async def test_i_l4_a_leader_that_the_store_has_deposed_does_not_lead_on(make):
     """The fence's row is another's before the lease's thread has noticed."""
     one, two = await pair(make, STATIC)
     epoch = one.server.leadership.epoch

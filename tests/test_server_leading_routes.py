@@ -71,7 +71,7 @@ async def test_a_server_that_is_silent_is_not_waited_for_and_it_is_said(make, ca
 
 
 @pytest_twisted.ensureDeferred
-async def test_a_store_that_is_away_takes_nothing_from_a_standbys_routers(make):  # noqa: F811
+async def test_i_d2_a_store_that_is_away_takes_nothing_from_a_standbys_routers(make):  # noqa: F811
     """I-D2: neither while it is away nor when it comes back without a table. Also after a restart meanwhile."""
     one, two = await pair(make, model("m", 1))
     one.link("a", 1)

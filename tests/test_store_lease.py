@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_twisted
@@ -44,7 +47,7 @@ async def until(what, seconds: float = 8.0):
         await deferLater(reactor, 0.01, lambda: None)
 
 
-def test_a_tenure_ends_by_the_clock_alone():
+def test_i_l5_a_tenure_ends_by_the_clock_alone():
     """From the moment its last renewal was sent, without anybody telling it."""
     tenure = Tenure(TIMING, 1, renewed=100.0, ticked=108.0)
     assert tenure.may_act(108.9)
@@ -54,7 +57,7 @@ def test_a_tenure_ends_by_the_clock_alone():
     assert not tenure.may_act(101.0)
 
 
-def test_a_gap_between_ticks_is_a_doubt_until_the_lease_was_seen_again():
+def test_i_l8_a_gap_between_ticks_is_a_doubt_until_the_lease_was_seen_again():
     """After SIGCONT the first to run may be whoever sends commands: it asks before any timer has noticed."""
     tenure = Tenure(TIMING, 1, renewed=100.0, ticked=100.0)
     assert tenure.may_act(105.0)
@@ -68,7 +71,7 @@ def test_a_gap_between_ticks_is_a_doubt_until_the_lease_was_seen_again():
     assert tenure.tick(105.9) == 0.0
 
 
-def test_a_standby_goes_by_changes_it_saw_itself():
+def test_i_l9_a_standby_goes_by_changes_it_saw_itself():
     """No clock of a database or another host is compared; a renewal starts the wait anew."""
     watch = Watch(15.0)
     assert not watch.free(1000.0, "cp2@1")
@@ -101,7 +104,7 @@ def look(backend) -> LeaseRow:
         return leaserow.made(connection.execute(leaserow.reading()).one())
 
 
-def test_the_row_changes_only_as_it_was_seen(backend):
+def test_i_l2_the_row_changes_only_as_it_was_seen(backend):
     """Each statement names holder and epoch; the epoch never falls, whoever holds or releases it."""
     empty = look(backend)
     assert (empty.holder, empty.epoch, empty.released) == ("", 0, True)
@@ -148,7 +151,7 @@ def test_what_did_not_work_leaves_the_fence_alone(postgres):
 
 
 @needs_postgres  # noqa: F405
-def test_of_twenty_that_race_one_wins(postgres):
+def test_f10_of_twenty_that_race_one_wins(postgres):
     """F10. All saw the same free row."""
     url = postgres.database()
     first = make_backend(url)
@@ -232,7 +235,7 @@ async def test_one_leads_and_the_other_knows_who(contender):
 
 @needs_postgres  # noqa: F405
 @pytest_twisted.ensureDeferred
-async def test_raising_the_epoch_keeps_the_lease(contender):
+async def test_i_l3_raising_the_epoch_keeps_the_lease(contender):
     """I-L3. Renewals go on under the new epoch."""
     one = await contender("cp1")
     await until(one.may_act)
@@ -246,7 +249,7 @@ async def test_raising_the_epoch_keeps_the_lease(contender):
 
 @needs_postgres  # noqa: F405
 @pytest_twisted.ensureDeferred
-async def test_a_hung_reactor_does_not_act_and_is_not_kept_in_office(contender):
+async def test_f17_i_l10_a_hung_reactor_does_not_act_and_is_not_kept_in_office(contender):
     """I-L10, F17. The renewals stop with the ticks, and the standby takes over while the leader hangs."""
     one = await contender("cp1")
     await until(one.may_act)
@@ -289,7 +292,7 @@ async def test_a_locked_row_delays_a_renewal_and_is_given_up_by_the_database(con
 
 @needs_postgres  # noqa: F405
 @pytest_twisted.ensureDeferred
-async def test_a_commit_does_not_delay_a_renewal(contender):
+async def test_i_l10_a_commit_does_not_delay_a_renewal(contender):
     """I-L10. A transaction that holds the fence for longer than a lease leaves the leader in office."""
     one = await contender("cp1")
     await until(one.may_act)
@@ -305,7 +308,7 @@ async def test_a_commit_does_not_delay_a_renewal(contender):
 
 @needs_postgres  # noqa: F405
 @pytest_twisted.ensureDeferred
-async def test_no_session_state_is_relied_on(contender, postgres_url):
+async def test_f16_no_session_state_is_relied_on(contender, postgres_url):
     """F16. What a transaction pooler does to sessions between transactions changes nothing: all of them can be ended at once."""
     import psycopg
 
@@ -322,7 +325,7 @@ async def test_no_session_state_is_relied_on(contender, postgres_url):
 
 @needs_postgres  # noqa: F405
 @pytest_twisted.ensureDeferred
-async def test_a_database_that_hangs_or_restarts(contender, postgres):
+async def test_f06_f11_a_database_that_hangs_or_restarts(contender, postgres):
     """F06, F11. Hung: the leader has stepped down before its lease is over, says since when, and leads again by itself."""
     one = await contender("cp1")
     await until(one.may_act)
@@ -343,6 +346,23 @@ async def test_a_database_that_hangs_or_restarts(contender, postgres):
         postgres.signal(signal.SIGCONT)
     await until(one.may_act)
     assert (one.epoch, one.problem) == (epoch + 1, "")
+
+
+@needs_postgres  # noqa: F405
+@pytest_twisted.ensureDeferred
+async def test_f14_f15_steps_of_the_wall_clock_move_no_lease(contender, monkeypatch):
+    """An hour ahead, an hour back: the leader stays, its epoch, too. The database's clock is not even asked. Takes two leases."""
+    ahead = 0.0
+    monkeypatch.setattr(leaserow, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+    one, two = await contender("cp1"), await contender("cp2")
+    await until(lambda: one.may_act() and two.leader)
+    for ahead in (3600.0, -3600.0):
+        await deferLater(reactor, SHORT.lease * 1.2, lambda: None)
+        assert (one.may_act(), two.may_act(), one.epoch) == (True, False, 1)
+    raising = leaserow.outranking("a", 1, 5)[1]
+    changing = [leaserow.taking(ROW, "a", []), leaserow.renewing("a", 1), leaserow.releasing("a", 1), raising]
+    for statement in (leaserow.reading(), *itertools.chain(*changing)):
+        assert not re.search(r"now\(|timestamp|clock", str(statement), re.IGNORECASE)
 
 
 SERVER = """

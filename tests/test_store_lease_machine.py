@@ -240,7 +240,7 @@ def test_never_two_holders_over_sqlite(tmp_path):
 
 
 @needs_postgres  # noqa: F405
-def test_never_two_holders_over_postgresql(postgres):
+def test_f09_never_two_holders_over_postgresql(postgres):
     """With transactions parked between their last statement and their commit, while others go on."""
     explore(postgres.database(), True, 12, 15)
 

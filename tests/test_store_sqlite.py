@@ -169,7 +169,7 @@ sys.stdin.read() if False else __import__("time").sleep(60)
 
 
 @pytest_twisted.ensureDeferred
-async def test_a_second_server_is_refused_naming_the_first(stores, file, run):
+async def test_f19_i_l12_a_second_server_is_refused_naming_the_first(stores, file, run):
     """F19. The kernel lets go of the lock when the first is killed; the file needs no tidying."""
     holder = run(HOLDER, file)
     assert holder.line() == "open"

@@ -26,7 +26,7 @@ def take(pieces, limit=MAX_LINE):
 
 
 @given(st.lists(st.binary(max_size=12), max_size=12), st.data())
-def test_any_cut_gives_the_same_lines(parts, data):
+def test_f32_any_cut_gives_the_same_lines(parts, data):
     """However a stream is cut into pieces, the lines and the refusal are the same as of the whole."""
     whole = b"\n".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=10)))
@@ -44,7 +44,7 @@ def test_utf8_cut_in_the_middle_of_a_character_is_whole_again():
 
 
 @pytest.mark.parametrize(("length", "fits"), [(MAX_LINE - 1, True), (MAX_LINE, True), (MAX_LINE + 1, False)])
-def test_the_limit_is_exact(length, fits):
+def test_f33_the_limit_is_exact(length, fits):
     """A line of the limit passes, one byte more is refused, naming the limit and the peer and not the bytes."""
     lines, error = take([b"x" * length + b"\n"])
     assert [len(line) for line in lines] == ([length] if fits else [])
@@ -62,7 +62,7 @@ def test_a_line_without_end_is_refused_as_soon_as_it_is_too_long():
     assert error.value.limit == MAX_LINE
 
 
-def test_small_pieces_cost_linear_time():
+def test_f34_small_pieces_cost_linear_time():
     """16 MB in 1400-byte pieces take a fraction of a second where a re-splitting reader takes minutes."""
     piece, splitter = b"x" * 1400, LineSplitter("peer", 2**25)
     begun = time.process_time()

@@ -42,6 +42,7 @@ class Postgres:
     """One server. It is no child of ours (C{pg_ctl} lets go of it), so L{close} must be called.
 
     @param port: one that nobody takes while the server is stopped; 0 for any that is free now.
+    @ivar as_user: what makes L{subprocess} run a program as the user that PostgreSQL runs as.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -54,10 +55,10 @@ class Postgres:
         self.passfile = self.folder / "passfile"
         self.port = port or _free_port()
         self._databases = 0
-        self._as: dict[str, Any] = {}
+        self.as_user: dict[str, Any] = {}
         if os.geteuid() == 0:
             who = pwd.getpwnam("nobody")
-            self._as = {"user": who.pw_uid, "group": who.pw_gid, "extra_groups": []}
+            self.as_user = {"user": who.pw_uid, "group": who.pw_gid, "extra_groups": []}
             os.chown(self.folder, who.pw_uid, who.pw_gid)
         self._init()
 
@@ -69,13 +70,13 @@ class Postgres:
         lines = [f"{name} = '{value}'" for name, value in _SETTINGS.items()]
         with open(self.data / "postgresql.conf", "a") as file:
             file.write("\n".join([*lines, f"port = {self.port}", ""]))
-        self.passfile.write_text(f"127.0.0.1:{self.port}:*:{USER}:{PASSWORD}\n")
+        self.passfile.write_text(f"127.0.0.1:*:*:{USER}:{PASSWORD}\n")
         self.passfile.chmod(0o600)
 
     def _run(self, program: str, *words: object) -> None:
         subprocess.run(
             [str(self._bin / program), *map(str, words)], check=True, cwd=self.folder, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, **self._as,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, **self.as_user,
         )  # fmt: skip
 
     @property

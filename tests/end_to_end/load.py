@@ -38,3 +38,41 @@ class Load:
             thread.join(30)
         assert not self.failures, f"{len(self.failures)} of {self.asked} failed: {self.failures[:3]}"
         assert self.asked > 30
+
+
+class Endless(threading.Thread):
+    """A client that has one stream after the other through one router, each of some seconds.
+
+    @ivar whole: how many it has had; C{broken} is what was wrong with the first that was not whole.
+    """
+
+    def __init__(self, port: int, model: str = "m", tokens: int = 60) -> None:
+        super().__init__(daemon=True)
+        self.whole = 0
+        self.broken = ""
+        self._ask, self._over = (port, model, tokens), threading.Event()
+        self._stream: Stream | None = None
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.is_set() and not self.broken:
+            self._stream = stream = Stream(*self._ask)
+            stream.join()
+            if stream.error is not None:
+                self.broken = f"after {self.whole} whole ones {len(stream.pieces)} pieces, then {stream.error!r}"
+            else:
+                self.whole += 1
+
+    def streams(self) -> bool:
+        """Whether it is in the middle of an answer, or something broke."""
+        return bool(self.broken or (self._stream and len(self._stream.pieces) > 3))
+
+    def leave(self) -> None:
+        """Ask for no more; what runs is read to its end."""
+        self._over.set()
+
+    def end(self) -> None:
+        """Leave; fails unless every stream was whole."""
+        self.leave()
+        self.join(40)
+        assert not self.broken and self.whole and not self.is_alive(), self.broken or "it still waits for an answer"

@@ -6,18 +6,24 @@ import shutil
 from pathlib import Path
 
 from llmgw.testing.postgres import Postgres
-from tests.end_to_end.fleet import RealFleet, Stream, until
+from tests.end_to_end.fleet import RealFleet, until
+from tests.ports import free_port
+from tests.tcp_proxy import Proxy
 
 LEASE = 3.0
-TIMING = f"heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 60s, failover_grace: 20s, backoff: 1s, lease: {LEASE}s"
+TIMING = "heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 60s, failover_grace: 20s, backoff: 1s, lease: {lease}s"
 
 
 class Servers:
-    """C{names} are server certificates; the first fleet's folder has the authority, and the agents."""
+    """C{names} are server certificates; the first fleet's folder has the authority, and the agents.
 
-    def __init__(self, folder: Path, postgres: Postgres, *names: str) -> None:
-        self.postgres = postgres
+    @ivar wires: by server, its way to the database.
+    """
+
+    def __init__(self, folder: Path, postgres: Postgres, *names: str, lease: float = LEASE) -> None:
+        self.postgres, self.lease = postgres, lease
         self.url = postgres.database()
+        self.wires = {name: Proxy(postgres.port, free_port()) for name in names}
         self.fleets: dict[str, RealFleet] = {}
         for name in names:
             (folder / name).mkdir()
@@ -31,8 +37,9 @@ class Servers:
 
     def start(self, name: str, models: str, router: str = "") -> None:
         fleet = self.fleets[name]
-        path = fleet.write_server(models, router, TIMING)
-        text = path.read_text().replace("sqlite:///state/llmgw.db", f"'{self.url}'")
+        path = fleet.write_server(models, router, TIMING.format(lease=self.lease))
+        url = self.url.replace(f":{self.postgres.port}/", f":{self.wires[name].port}/")
+        text = path.read_text().replace("sqlite:///state/llmgw.db", f"'{url}'")
         path.write_text(text.replace("pki/cp1.", f"pki/{name}.") + "state: state\n")
         fleet.daemon("server", "server", path)
 
@@ -80,13 +87,8 @@ class Servers:
 
         until(all_linked, "linked", seconds)
 
-    def streams(self, tokens: int, model: str = "m") -> list[Stream]:
-        """A client at each router, in the middle of its answer."""
-        found = [Stream(fleet.router, model, tokens) for fleet in self.fleets.values()]
-        for stream in found:
-            until(lambda stream=stream: len(stream.pieces) > 3 or stream.error, "streaming")
-        return found
-
     def close(self) -> None:
         for fleet in self.fleets.values():
             fleet.close()
+        for wire in self.wires.values():
+            wire.close()

@@ -62,7 +62,7 @@ def test_a_certificate_of_another_authority_is_told_on_both_sides(fleet):
     assert fleet.log("server").count("refused") - before <= 6
 
 
-def test_an_agent_goes_on_to_its_next_address(fleet):
+def test_f23_an_agent_goes_on_to_its_next_address(fleet):
     """A dead address, one that never answers, then the leader: linked within one round."""
     fleet.write_server(fake_model())
     dead = free_port()
@@ -74,7 +74,7 @@ def test_an_agent_goes_on_to_its_next_address(fleet):
         fleet.ready()
 
 
-def test_a_second_agent_of_the_same_name_is_refused_and_the_first_undisturbed(fleet):
+def test_f28_a_second_agent_of_the_same_name_is_refused_and_the_first_undisturbed(fleet):
     """A copied certificate on another state folder: the newcomer is told who holds the name."""
     fleet.write_server(fake_model())
     path = fleet.write_agent("n1")

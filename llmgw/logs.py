@@ -19,6 +19,14 @@ from llmgw.fleet.line import escape
 _OURS = frozenset({"log_level", "log_namespace", "log_time", "log_format", "log_logger", "log_source", "log_failure"})
 
 
+# twistd says it at each start where its packages are read-only, as our unit has them; nothing follows from it.
+_IDLE = "Unable to write to plugin cache"
+
+
+def _idle(event: LogEvent) -> bool:
+    return str(event.get("format", "")).startswith(_IDLE)
+
+
 def _level(event: LogEvent) -> str:
     return event["log_level"].name if "log_level" in event else "info"
 
@@ -32,6 +40,8 @@ class TextLines:
 
     def __call__(self, event: LogEvent) -> None:
         """Write one event."""
+        if _idle(event):
+            return
         when = formatTime(event.get("log_time"))
         name = str(event.get("log_namespace", "-")).removeprefix("llmgw.")
         lines = [f"{when} {_level(event):8} {name}: {escape(formatEvent(event))}"]
@@ -50,6 +60,8 @@ class JsonLines:
 
     def __call__(self, event: LogEvent) -> None:
         """Write one event."""
+        if _idle(event):
+            return
         row: dict[str, Any] = {
             "time": formatTime(event.get("log_time")),
             "level": _level(event),

@@ -45,9 +45,15 @@ def read_certificates(path: Path) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except OSError as error:
-        raise PkiError(f"cannot read the certificate {path}: {error.strerror}") from None
+        raise _unreadable("certificate", path, error) from None
     except ValueError:
         raise PkiError(f"{path} holds no PEM certificate") from None
+
+
+def _unreadable(what: str, path: Path, error: OSError) -> PkiError:
+    """It names the user where that is the trouble: files of root and a daemon of another user are what goes wrong most."""
+    who = f" for the user with id {os.geteuid()}, who must own it" if isinstance(error, PermissionError) else ""
+    return PkiError(f"cannot read the {what} {path}: {error.strerror}{who}")
 
 
 def read_key(path: Path) -> PrivateKeyTypes:
@@ -60,7 +66,7 @@ def read_key(path: Path) -> PrivateKeyTypes:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(2**16)
     except OSError as error:
-        raise PkiError(f"cannot read the key {path}: {error.strerror}") from None
+        raise _unreadable("key", path, error) from None
     if mode & 0o077:
         raise PkiError(f"others can read the key {path} (mode {mode:04o}): run chmod 600 {path}")
     try:

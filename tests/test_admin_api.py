@@ -313,7 +313,7 @@ async def test_requests_that_make_no_sense_are_told_why(rig_of):
         (rig.post("/v1/drain", nodes=["a"], deadline=-1), 400, "deadline must be a number of seconds"),
         (rig.post("/v1/apply", text=5), 400, "text must be a text"),
         (rig.post("/v1/restart", model="m", allow_outage="perhaps"), 400, "allow_outage must be true or false"),
-        (rig.post("/v1/restart", model="m"), 404, "m has no such replica; it has none"),
+        (rig.post("/v1/restart", model="m"), 404, "m has no replica to restart; why it has none says: llmgw explain m"),
     ]
     for asked, status, words in cases:
         no = await refused(asked)

@@ -178,7 +178,8 @@ def test_a_key_is_shown_once(admin, capsys):  # noqa: F811
     """create prints the key on a line of its own; list has everything but the key."""
     admin.answers["POST /v1/keys"] = {"id": "k1", "key": "llmgw-secret"}
     assert admin.run("key", "create", "alice") == 0
-    assert capsys.readouterr().out.splitlines()[0] == "llmgw-secret"
+    said = capsys.readouterr()
+    assert said.out == "llmgw-secret\n" and "not shown again" in said.err  # so that a script can take it
     row = {"id": "k1", "name": "alice", "created": 1790000000.0, "expires": None, "revoked": None, "rpm": 60, "models": []}
     admin.answers["GET /v1/keys"] = {"keys": [row, row | {"id": "k2", "revoked": 1790000001.0}]}
     assert admin.run("key", "list") == 0

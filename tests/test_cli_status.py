@@ -273,6 +273,12 @@ def test_wait_does_not_wait_for_what_is_not_wanted(admin):  # noqa: F811
     assert threading.active_count() < 20
 
 
+def test_a_removed_node_is_no_complaint():
+    """Somebody wanted it so, as with a drain; one that is lost is a complaint with its state."""
+    nodes = [{"name": name, "state": name, "since": 1.0} for name in ("removed", "lost")]
+    assert status.complaints({"server": {}, "nodes": nodes}, 3.0) == ["node lost: lost, 2 s"]
+
+
 def test_complaints_name_expired_certificates():
     """An expired and a soon expiring certificate are complaints, a fresh one is not."""
     now = 1e9

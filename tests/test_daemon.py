@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -10,9 +11,11 @@ import sys
 import time
 
 import pytest
+from twisted.logger import LogPublisher
+from twisted.python.log import LogPublisher as LegacyPublisher
 
 from llmgw.daemon import SystemdNotify
-from llmgw.logs import escape
+from llmgw.logs import JsonLines, TextLines, escape
 
 PROGRAM = """
 import os, sys, time
@@ -139,3 +142,14 @@ def test_no_notify_socket_and_a_dead_one_are_silent():
 def test_no_text_forges_a_log_line(bad):
     """Line ends, escapes and direction marks are shown, not obeyed."""
     assert bad not in escape(f"a{bad}b") and escape(f"a{bad}b").encode()
+
+
+@pytest.mark.parametrize("observer", [TextLines, JsonLines])
+def test_a_plugin_cache_that_cannot_be_written_is_no_news(observer):
+    """twistd says so at each start under our unit, which lets the server write nowhere but its own folders."""
+    out = io.StringIO()
+    publisher = LogPublisher(observer(out))
+    legacy = LegacyPublisher(observerPublisher=publisher, publishPublisher=publisher)
+    legacy.msg(format="Unable to write to plugin cache %(path)s: error number %(errno)d", path="/x", errno=30)
+    legacy.msg("something else")
+    assert "something else" in out.getvalue() and "cache" not in out.getvalue()

@@ -157,7 +157,15 @@ def test_every_kind_of_refusal_is_counted_and_adds_up():
 
 def test_no_node_at_all_is_said():
     """An empty fleet has its own words."""
-    assert refusal(Ledger([]), want()).line() == "0/0 nodes can run this: no node has registered yet"
+    said = refusal(Ledger([]), want())
+    assert said.line() == "0/0 nodes can run this: no node has registered yet"
+    assert "llmgw pki node" in said.lines()[0] and "llmgw refusals" in said.lines()[0]
+
+
+def test_a_node_without_folders_of_weights_is_told_apart():
+    """A new node's agent.yaml names none: the key to write is named, not a file that is missing."""
+    nowhere = candidate("a", weights={"w.gguf": WeightFiles("w.gguf", found=False)})
+    assert "(models: [" in refusal(Ledger([nowhere]), want(weights="w.gguf")).lines()[0]
 
 
 def test_labels_fabric_weights_and_exclusion_are_checked():

@@ -128,7 +128,7 @@ class Agent(MultiService):
             return "looking for engines and at the hardware"
         states = list(self.node.running.values()) if self.running else []
         counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        return f"{self._uplink.status}; engines: {counted or 'none'}"
+        return f"{self._uplink.status.rstrip('.')}; engines: {counted or 'none'}"
 
 
 def make_agent(settings: AgentSettings, reactor: Any) -> Agent:

@@ -31,7 +31,9 @@ def create_command(session: Session, /, name: str, models: tuple[str, ...], clas
     """Make a key and print it, this once: only its hash is kept."""
     priority = 1 if class_ == "high" else None
     answer = session.client.post("/v1/keys", name=name, models=list(models) or None, priority=priority, **limits)
-    session.show(answer, lambda: f"{answer['key']}\n(id {answer['id']}; it is not shown again)")
+    session.show(answer, lambda: str(answer["key"]))
+    if not session.as_json:
+        click.echo(f"(id {answer['id']}; it is not shown again)", err=True)
 
 
 @key_command.command(name="list")
@@ -70,7 +72,9 @@ def rotate_command(session: Session, name: str, overlap: float | None) -> None:
     answer = session.client.post("/v1/keys/rotate", name=name, overlap=overlap)
     until = answer.get("old_until")
     before = f"the one before is good until {instant(until)}" if until else "the one before is refused now"
-    session.show(answer, lambda: f"{answer['key']}\n(id {answer['id']}; it is not shown again; {before})")
+    session.show(answer, lambda: str(answer["key"]))
+    if not session.as_json:
+        click.echo(f"(id {answer['id']}; it is not shown again; {before})", err=True)
 
 
 @key_command.command(name="revoke")

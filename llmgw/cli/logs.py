@@ -86,7 +86,7 @@ class Patient:
 @json_option
 @pass_session
 def logs_command(session: Session, shard: str, follow: bool, attempt: int | None, lines: int | None) -> None:
-    """What the engine of SHARD (MODEL/REPLICA/RANK, see status) printed.
+    """What the engine of SHARD (MODEL/REPLICA/RANK, e.g. smol/1/0) printed.
 
     On a terminal control characters are shown escaped; into a pipe the output goes as it came.
     """

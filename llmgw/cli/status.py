@@ -195,7 +195,7 @@ def _expiry(node: Answer, now: float) -> str:
 
 
 def complaints(status: Answer, now: float) -> list[str]:
-    """A line for everything that is not as wanted; a cordon or a drain is wanted."""
+    """A line for everything that is not as wanted; a cordon, a drain or a removal is wanted."""
     found = []
     if status["server"].get("role") == "standby":
         found.append(f"{status['server'].get('name')} is standby: ask the leader")
@@ -208,7 +208,9 @@ def complaints(status: Answer, now: float) -> list[str]:
         elif (rollout := model.get("rollout") or {}).get("state") == "rolled_back":
             found.append(f"model {model['name']}: {rollout.get('reason')}")
     for node in status.get("nodes") or ():
-        wrong = [node["state"]] if node.get("state") not in ("ready", "removed") else []
+        if node.get("state") == "removed":
+            continue
+        wrong = [node["state"]] if node.get("state") != "ready" else []
         wrong += [flag for flag in node.get("flags") or () if flag == "quarantined"]
         if notes := [*wrong, *_notes(node, now)] if wrong else _notes(node | {"reason": ""}, now):
             found.append(f"node {node['name']}: {', '.join(notes)}")

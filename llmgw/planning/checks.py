@@ -14,6 +14,7 @@ from llmgw.planning.explanation import Check
 from llmgw.planning.room import WHOLE, DeviceRoom, NodeRoom
 
 SEARCHING = "not yet searched for the weights"
+NO_ROOTS = "its agent.yaml names no folder of weights (models: [/srv/models])"
 
 
 @frozen
@@ -112,7 +113,7 @@ def _weights(room: NodeRoom, want: Want) -> Check | None:
     if found.found:
         return Check("weights", "with unusable weights", detail=found.problem) if found.problem else None
     looked = ", ".join(found.looked)
-    detail = found.problem or f"{weights} is not at {looked}" * bool(looked)
+    detail = found.problem or (f"{weights} is not at {looked}" if looked else NO_ROOTS)
     fetch = f"llmgw fetch {want.model} --node {room.name}" if weights.startswith("hf:") and not found.fetching else ""
     return Check("weights", "without the weights", detail=": ".join(filter(None, (detail, fetch))))
 

@@ -14,6 +14,11 @@ from attrs import asdict, frozen
 
 from llmgw.fleet.units import show_size
 
+NOBODY = (
+    "No node has registered yet. Add one with `llmgw pki node DIR NAME --server HOST:PORT --bundle FILE`, and start llmgw-agent "
+    "there. If one should be there already, see: llmgw refusals"
+)
+
 
 @frozen
 class Check:
@@ -110,6 +115,8 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """One line per node and one of hints, to be shown under a heading."""
+        if not self.looked and not self.note:
+            return [NOBODY]
         rows = [(v.node, self._title(v.checks[0]), v.checks[0].row()) for v in self.verdicts]
         names = max((len(name) for name, _, _ in rows), default=0)
         titles = max((len(title) for _, title, _ in rows), default=0)

@@ -22,7 +22,7 @@ def test_f12_an_agent_of_a_higher_epoch_raises_ours_before_it_is_taken(world):
     peer = joined(world, epoch=41, leader="cp9")
     assert port.leadership.outranked == [41]
     assert [(accepted.epoch, accepted.leader) for accepted in peer.of(Accepted)] == [(42, "cp1")]
-    assert world.log.having("warn", "n1 obeys epoch 41, ours is 7: raising it")
+    assert world.log.having("warn", "n1 obeys epoch 41 of cp9, ours is 7: raising it. If no other server leads, the store")
 
 
 @pytest.mark.parametrize(("epoch", "leader", "raised"), [(7, "cp9", [7]), (7, "cp1", []), (6, "cp9", []), (7, "", [])])

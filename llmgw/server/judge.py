@@ -139,7 +139,10 @@ class Judge:
                 if self._hung[0] >= begun:
                     raise TimeoutError("the store did not answer another node's try")
                 ours = self._leadership.epoch
-                self.log.warn("{node} obeys epoch {epoch}, ours is {ours}: raising it", node=node, epoch=epoch, ours=ours)
+                self.log.warn(
+                    "{node} obeys epoch {epoch} of {leader}, ours is {ours}: raising it. {why}",
+                    node=node, epoch=epoch, leader=leader, ours=ours, why=_SET_BACK, event="epoch_conflict",
+                )  # fmt: skip
                 await self._leadership.outrank(epoch).addTimeout(OUTRANK_WITHIN, self._reactor, self._gave_up)
                 if self._leadership.epoch <= ours:
                     return Refused("starting", f"{self._server} is still at epoch {ours}", retry_after=1.0)
@@ -154,3 +157,6 @@ class Judge:
     def _gave_up(self, _: object, seconds: float) -> Failure:
         self._hung[0] = self._reactor.seconds()
         return Failure(TimeoutError(f"the store did not answer in {seconds:g} s"))
+
+
+_SET_BACK = "If no other server leads, the store was set back, or failed over, and has lost its last commits"

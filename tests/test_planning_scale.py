@@ -199,6 +199,13 @@ def test_who_never_makes_room(why):
     assert gone(reconcile(fleet({"n": 1}, [("a", "n", 0)], [sleeper("a"), sleeper("new")], demand={"a": 1, "new": 1}))) == ["a/1"]
 
 
+def test_the_next_look_is_when_somebody_may_go():
+    """Its minute is over in 12 s: the plan says so, instead of waiting for whatever else happens."""
+    world = fleet({"n": 1}, [("a", "n", 0)], [sleeper("a"), sleeper("new")], demand={"a": 1, "new": 1}, unused={"a": 48.0})
+    assert reconcile(world).wake == 12.0
+    assert reconcile(evolve(world, demand={"a": 1})).wake is None
+
+
 def test_a_successor_beside_an_old_replica_pushes_nobody_out():
     """One more for a moment, as a change would like it, is no reason to put another model to sleep."""
     models = [sleeper("a"), sleeper("m", low=1)]

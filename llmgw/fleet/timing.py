@@ -18,6 +18,7 @@ class Timing:
     @ivar lease_renew: how often a leader renews its lease.
     @ivar lease_deadline: how long after its last renewal was sent a leader still acts.
     @ivar store_timeout: how long one renewal may take.
+    @ivar make_room_after: how long nobody must have used a replica that is to make room for another model's.
     """
 
     heartbeat: float = 5.0
@@ -34,6 +35,7 @@ class Timing:
     backoff_max: float = 300.0
     crash_budget: int = 5
     crash_window: float = 1800.0
+    make_room_after: float = 60.0
 
     @property
     def step_down(self) -> float:

@@ -1,8 +1,8 @@
 """Making room: a wanted replica that fits nowhere has idle replicas of models with C{min: 0} go, least recently used first.
 
-Only as many as are needed, which is found out by placing. Nothing goes on which a request runs or for which one waits, nothing
-that was used within L{QUIET} seconds or has served for less: it would be wanted back at once, and two models would push each
-other out for ever. Where room is on its way already, it is waited for.
+Only as many as are needed, which is found out by placing. Nothing goes on which a request runs or for which one waits, and
+nothing that was used within C{timing.make_room_after} or has served for less: it would be wanted back at once, and two models
+would push each other out for ever. Where room is on its way already, it is waited for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from llmgw.planning.replicas import Replica, given_up, group, wanted
 from llmgw.planning.rollout import Work, leave
 from llmgw.planning.world import Draft
 
-QUIET = 60.0
 _IDLE = (ShardState.READY, ShardState.BACKOFF)
 
 
@@ -49,6 +48,9 @@ def give_way(work: Work, name: str) -> None:
         work.notes[name] = f"{', '.join(replica.id for replica in going)}, idle and of min 0, makes room for it"
         del work.pending[name]
         work.forget_room()
+    else:
+        quiet = draft.world.timing.make_room_after
+        work.again.extend(quiet - unused for unused in draft.world.unused.values() if unused < quiet)
 
 
 def _lacks(draft: Draft, model: Model) -> bool:
@@ -70,15 +72,15 @@ def _soon_free(draft: Draft) -> frozenset[str]:
 
 def _idle(draft: Draft, besides: str) -> Iterator[Replica]:
     """The replicas that may go, the least recently used first."""
-    world = draft.world
+    world, quiet = draft.world, draft.world.timing.make_room_after
     replicas = group(draft.shards.values())
-    rested = [(seconds, name) for name, seconds in world.unused.items() if seconds >= QUIET and name != besides]
+    rested = [(seconds, name) for name, seconds in world.unused.items() if seconds >= quiet and name != besides]
     for _, name in sorted(rested, key=lambda found: (-found[0], found[1])):
         model = draft.catalog.get(name)
         if model is None or model.replicas.min or any(one.id in world.busy for one in replicas.get(name, [])):
             continue
         for replica in reversed(replicas.get(name, [])):
-            if replica.state in _IDLE and not replica.leaving and world.now - replica.shards[0].since >= QUIET:
+            if replica.state in _IDLE and not replica.leaving and world.now - replica.shards[0].since >= quiet:
                 yield replica
 
 

@@ -90,7 +90,7 @@ def reconcile(world: World) -> Outcome:
         work.notes,
         draft.rollouts,
         held,
-        _wake(draft),
+        _wake(draft, work.again),
         tuple(broken),
         work.gave,
     )
@@ -120,11 +120,12 @@ def _follow_drains(draft: Draft) -> None:
             draft.move(evolve(record, wanted=Wanted.STOP), ShardState.STOPPING, f"{record.reason}; {reason}".lstrip("; "))
 
 
-def _wake(draft: Draft) -> float | None:
-    """When the next retry, the end of a drain or the next step of a node that is away is due."""
+def _wake(draft: Draft, again: list[float]) -> float | None:
+    """When the next retry, the end of a drain or the next step of a node that is away is due, or room may be made."""
     world = draft.world
     nodes = next_step(draft)
-    due = [record.next_at - world.now for record in draft.shards.values() if record.next_at is not None]
+    due = [*again]
+    due += [record.next_at - world.now for record in draft.shards.values() if record.next_at is not None]
     due += [
         record.since + drain_limit(record, draft.nodes, world.timing) - world.now
         for record in draft.shards.values()

@@ -43,11 +43,13 @@ class Work:
 
     @ivar turns: the replicas whose ordered restart has its turn.
     @ivar gave: by model, how many of its replicas have to make room for others.
+    @ivar again: in how many seconds something may be possible that is not now.
     """
 
     draft: Draft
     pending: dict[str, Pending] = field(factory=dict)
     gave: dict[str, int] = field(factory=dict)
+    again: list[float] = field(factory=list)
     notes: dict[str, str] = field(factory=dict)
     turns: frozenset[str] = frozenset()
     _room: list[Ledger] = field(factory=list)

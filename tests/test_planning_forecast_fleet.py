@@ -26,7 +26,7 @@ def foretold(fleet, models, without=(), **options):
     """The places that a plan expects, and its steps."""
     found = forecast(fleet.controller.world(), Catalog(tuple(models)), without, **options)
     assert found.whole
-    return places(found.after.shards, found.after.nodes), steps(found, {}, {})
+    return places(found.after.shards, found.after.nodes), steps(found, {})
 
 
 def now(fleet):

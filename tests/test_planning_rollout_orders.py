@@ -58,7 +58,7 @@ def test_g6_apply_says_beforehand_that_there_is_none():
     decision = decided(fleet, model("m", 2, version=2))
     assert decision.way is Way.REPLACE
     assert decision.text == (
-        "2 replicas replaced one at a time, an old one stops before its successor starts (2 too few devices (need 1, most free "
+        "2 replicas replaced one at a time: an old one stops before its successor starts (2 too few devices (need 1, most free "
         "0)), at least 1 serving"
     )
 
@@ -368,5 +368,5 @@ def test_a_model_that_does_not_serve_needs_no_decision():
     fleet.lead([model("m", 0)])
     fleet.run(2)
     assert apply(fleet, model("m", 0, version=2), dry_run=True).decisions == ()
-    decision = decide(Draft(fleet.controller.world()), model("m", 1, version=2))
-    assert decision.way is Way.START and decision.text == "nothing of it serves, so it is started with the new profile"
+    decision = decide(Draft(fleet.controller.world()), "m")
+    assert decision.way is Way.START and decision.text == "nothing of it serves that has to be replaced"

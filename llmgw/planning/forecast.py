@@ -22,6 +22,7 @@ from llmgw.planning.profiles import follow_rollout
 from llmgw.planning.reconcile import Outcome, reconcile
 from llmgw.planning.replicas import group
 from llmgw.planning.rollout import leave
+from llmgw.planning.strategy import Decision, decisions
 from llmgw.planning.world import Draft, World
 
 ROUNDS = 400
@@ -37,6 +38,7 @@ class Forecast:
     @ivar reasons: why replicas leave, by replica.
     @ivar least: by model, the fewest replicas that are ready on the way.
     @ivar whole: whether it was followed to its end.
+    @ivar decided: how models are brought to another profile, as it is decided at the beginning.
     """
 
     before: World
@@ -45,6 +47,7 @@ class Forecast:
     reasons: Mapping[str, str] = field(factory=dict)
     least: Mapping[str, int] = field(factory=dict)
     whole: bool = True
+    decided: tuple[Decision, ...] = ()
 
 
 def forecast(world: World, catalog: Catalog, without: Iterable[str] = (), outage: bool = False, rounds: int = ROUNDS) -> Forecast:
@@ -55,7 +58,7 @@ def forecast(world: World, catalog: Catalog, without: Iterable[str] = (), outage
     @param outage: a changed model's only replica may stop before its successor is there.
     """
     began = _began(world, catalog, frozenset(without), outage)
-    now, outcome = began, reconcile(began)
+    now, outcome, decided = began, reconcile(began), decisions(began)
     reasons: dict[str, str] = {}
     least = _ready(began.shards)
     for _ in range(rounds):
@@ -66,9 +69,9 @@ def forecast(world: World, catalog: Catalog, without: Iterable[str] = (), outage
         least = Counter({model: min(count, ready[model]) for model, count in least.items()})
         then = _obeyed(now, outcome)
         if then.shards == now.shards and then.told == now.told and then.nodes == now.nodes:
-            return Forecast(world, now, outcome, reasons, least)
+            return Forecast(world, now, outcome, reasons, least, decided=decided)
         now, outcome = then, reconcile(then)
-    return Forecast(world, now, outcome, reasons, least, whole=False)
+    return Forecast(world, now, outcome, reasons, least, whole=False, decided=decided)
 
 
 def _began(world: World, catalog: Catalog, without: frozenset[str], outage: bool) -> World:

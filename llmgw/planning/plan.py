@@ -29,12 +29,12 @@ class Step:
     why: str = ""
 
 
-def steps(found: Forecast, facts: Mapping[str, str], ways: Mapping[str, str]) -> list[Step]:
+def steps(found: Forecast, facts: Mapping[str, str]) -> list[Step]:
     """The steps of all models that the catalog would have or has, in its order.
 
     @param facts: by model, which of its keys change and how.
-    @param ways: by model, how its replicas would be replaced.
     """
+    ways = {decision.model: decision.text for decision in found.decided}
     before, after = group(found.before.shards.values()), group(found.after.shards.values())
     names = [model.name for model in found.after.catalog.models]
     names += [model.name for model in found.before.catalog.models if model.name not in names]
@@ -56,11 +56,13 @@ def _of_model(found: Forecast, model: Model, here: list[Replica], then: list[Rep
     gone = [replica for replica in here if replica.number not in numbers]
     kept = {replica.number for replica in here}
     new = [replica for replica in then if replica.number not in kept]
-    changed = [replica for replica in gone if replica.generation != model.generation] if model.profile else []
+    changed = [replica for replica in gone if replica.generation != model.generation][: len(new)] if model.profile else []
     if changed:
         fresh, new = new[: len(changed)], new[len(changed) :]
         text = way or f"{_count(len(changed))} replaced one at a time"
-        yield _step("change", found, model, f"{fact}: {text}" if fact else text, fresh, _serving(found, model))
+        serving = _serving(found, model)
+        why = "" if serving and serving in text else serving
+        yield _step("change", found, model, f"{fact}: {text}" if fact else text, fresh, why)
     elif fact:
         yield Step("change" if way else "update", model.name, f"{fact}: {way}" if way else fact)
     left = [*lost, *(replica for replica in gone if replica not in changed)]

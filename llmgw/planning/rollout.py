@@ -166,19 +166,17 @@ def leave(draft: Draft, replica: Replica, reason: str, at_once: bool = False) ->
 
 
 def _replace(work: Work, model: Model, target: int, good: list[Replica], old: list[Replica], victim: Victim) -> None:
-    draft = work.draft
+    draft, here = work.draft, len(good) + len(old)
     ready = sum(replica.ready for replica in good)
-    if len(good) + len(old) > target:
-        if ready + len(old) > target:
-            leave(draft, victim.replica, victim.why)
-        else:
-            _stalled(work, model, good)
-    elif len(good) + len(old) < target:
-        start(work, model)
-    elif ready < len(good):
+    if here > target and ready + len(old) > target:
+        leave(draft, victim.replica, victim.why)
+    elif here < target and start(work, model):
+        return
+    elif here > target or ready < len(good):
         _stalled(work, model, good)
-    elif _in_place(model, victim) or not start(work, model):
-        _make_room(work, model, victim, alone=ready + len(old) == 1)
+    # One that is missing for want of room must not keep the others from being replaced.
+    elif here < target or _in_place(model, victim) or not start(work, model):
+        _make_room(work, model, victim, alone=ready + len(old) == 1, missing=here < target)
 
 
 def _in_place(model: Model, victim: Victim) -> bool:
@@ -198,8 +196,11 @@ def _stalled(work: Work, model: Model, good: list[Replica]) -> None:
         work.notes[model.name] = f"changing: waiting for {waiting.id} ({waiting.state})"
 
 
-def _make_room(work: Work, model: Model, victim: Victim, alone: bool) -> None:
-    """An old replica may go before its successor is there: would that fit in its place, and may it?"""
+def _make_room(work: Work, model: Model, victim: Victim, alone: bool, missing: bool) -> None:
+    """An old replica may go before its successor is there: would that fit in its place, and may it?
+
+    @param missing: fewer are there than wanted, perhaps since one has just gone for its successor, which waits for its room.
+    """
     draft, replica, why = work.draft, victim.replica, victim.why
     pending = work.pending.get(model.name)
     if pending is None:
@@ -207,7 +208,8 @@ def _make_room(work: Work, model: Model, victim: Victim, alone: bool) -> None:
     if any(verdict.checks[0].text == SEARCHING for verdict in pending.explanation.verdicts):
         return
     soon = leaving(draft)
-    if soon and not _in_place(model, victim) and isinstance(ledger(draft, soon).place(pending.want), Placement):
+    patient = missing or not _in_place(model, victim)
+    if soon and patient and isinstance(ledger(draft, soon).place(pending.want), Placement):
         gone = ", ".join(sorted({replica_of(shard) for shard in soon})[:4])
         work.notes[model.name] = f"changing: waiting for the room of {gone}"
         return

@@ -4,17 +4,22 @@ at all, each with its reason. Tried by placing, as the rollout itself will do it
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from attrs import frozen
 
 from llmgw.fleet.model import Model
-from llmgw.planning.checks import SEARCHING
+from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import leaving, ledger, want
 from llmgw.planning.placement import Ledger, Placement
-from llmgw.planning.replicas import Replica, given_up, group, worst_first
-from llmgw.planning.world import Draft
+from llmgw.planning.profiles import follow_rollout
+from llmgw.planning.replicas import Replica, given_up, group, wanted, worst_first
+from llmgw.planning.world import Draft, World
+
+# How many old replicas are looked at for whether a successor would fit in their place: on a large fleet each look takes a while.
+LOOKED_AT = 16
 
 
 class Way(StrEnum):
@@ -39,49 +44,94 @@ class Decision:
     text: str
 
 
-def decide(draft: Draft, model: Model, room: Ledger | None = None) -> Decision:
-    """How C{model}, as the catalog shall have it, would be brought into force.
+def decisions(world: World) -> tuple[Decision, ...]:
+    """How each model of C{world.catalog} that has replicas of another profile would be brought to its own.
 
-    @param room: what is free, or will be when what leaves has left; give the same one for all models of a catalog, so that no
-        room is counted twice.
+    The one way to find that out: what C{apply} says before it acts, what C{plan} and C{rollout} say, and what refuses an outage.
     """
-    room = ledger(draft, leaving(draft)) if room is None else room
-    old = [replica for replica in group(draft.shards.values()).get(model.name, []) if _replaced(draft, model, replica)]
-    if not old:
-        return Decision(model.name, Way.START, 0, "nothing of it serves, so it is started with the new profile")
-    asked = want(draft, model, draft.number(model.name) + 1)
+    draft = Draft(world)
+    replicas = group(draft.shards.values())
+    models = [model for model in world.catalog.models if model.profile is not None]
+    for model in models:
+        follow_rollout(draft, model, replicas.get(model.name, []))
+    room = ledger(draft, leaving(draft) | {shard for model in models for shard in _change(draft, model, replicas).freed})
+    found = [_decide(draft, model, replicas, room) for model in models]
+    return tuple(decision for decision in found if decision.replicas)
+
+
+def decide(draft: Draft, name: str) -> Decision:
+    """How the model C{name} would be brought to the profile in force."""
+    model = draft.world.catalog.get(name)
+    assert model is not None
+    return _decide(draft, model, group(draft.shards.values()), ledger(draft, leaving(draft)))
+
+
+@frozen
+class _Change:
+    """The replicas that take part.
+
+    @ivar old: those that are replaced, the first of them first; C{staying} is how many serve while one of them does not.
+    @ivar freed: the shards of those that only leave, since fewer are wanted.
+    """
+
+    model: Model
+    old: tuple[Replica, ...]
+    staying: int
+    freed: frozenset[str]
+
+
+def _change(draft: Draft, model: Model, replicas: Mapping[str, list[Replica]]) -> _Change:
+    here = [one for one in replicas.get(model.name, []) if not one.leaving and not given_up(one, draft.nodes)]
+    record = draft.rollouts.get(model.name)
+    in_force = model if record is None or record.held else record.in_force(model)
+    old = worst_first(one for one in here if one.serving and one.generation != in_force.generation)
+    good = [one for one in here if one.generation == in_force.generation]
+    extra = max(0, len(old) + len(good) - wanted(model, draft.world.demand))
+    going, stay = old[:extra], old[extra:]
+    serving = len(stay) + sum(one.serving for one in good) - 1
+    return _Change(in_force, tuple(stay), serving, frozenset(shard.shard for one in going for shard in one.shards))
+
+
+def _decide(draft: Draft, model: Model, replicas: Mapping[str, list[Replica]], room: Ledger) -> Decision:
+    change = _change(draft, model, replicas)
+    if not change.old:
+        return Decision(model.name, Way.START, 0, "nothing of it serves that has to be replaced")
+    record, count = draft.rollouts.get(model.name), _count(change.old)
+    if record is not None and record.held:
+        text = f"{count} kept as they are, since the rollout is paused: llmgw rollout {model.name} --resume"
+        return Decision(model.name, Way.HELD, len(change.old), text)
+    asked = want(draft, change.model, draft.number(model.name) + 1)
     found = room.place(asked) if model.rollout.strategy != "replace" else Explanation(model.name, 0, ())
     if isinstance(found, Placement):
         where = " and ".join(allocation.node for allocation in found.allocations)
-        text = f"{_count(old)} replaced one at a time, each successor ready before the old one drains (the first on {where})"
-        return Decision(model.name, Way.SURGE, len(old), text)
+        text = f"{count} replaced one at a time, each successor ready before the old one drains (the first on {where})"
+        return Decision(model.name, Way.SURGE, len(change.old), text)
     if any(verdict.checks[0].text == SEARCHING for verdict in found.verdicts):
-        text = f"{_count(old)} replaced one at a time; where is decided when nodes have been asked for the weights"
-        return Decision(model.name, Way.UNKNOWN, len(old), text)
-    return _without_room(draft, model, old, found)
+        text = f"{count} replaced one at a time; where is decided when nodes have been asked for the weights"
+        return Decision(model.name, Way.UNKNOWN, len(change.old), text)
+    return _without_room(draft, change, asked, found)
 
 
-def _without_room(draft: Draft, model: Model, old: list[Replica], found: Explanation) -> Decision:
+def _without_room(draft: Draft, change: _Change, asked: Want, found: Explanation) -> Decision:
+    name, surge = change.model.name, change.model.rollout.strategy == "surge"
     why = found.line().partition(": ")[2] if found.looked else "rollout.strategy is replace"
-    first = worst_first(old)[0]
-    freed = leaving(draft) | {shard.shard for shard in first.shards}
-    fits = isinstance(ledger(draft, freed).place(want(draft, model, draft.number(model.name) + 1)), Placement)
-    replicas = group(draft.shards.values())[model.name]
-    staying = sum(replica.serving and not replica.leaving for replica in replicas) - 1
-    if not fits or model.rollout.strategy == "surge":
-        surge = "rollout.strategy is surge and there is no room beside them" if fits else "a successor fits nowhere"
-        return Decision(model.name, Way.HELD, len(old), f"{_count(old)} kept as they are, since {surge}: {why}")
-    if not staying:
+    first, many = change.old[0], len(change.old)
+    stuck = next((one for one in change.old[:LOOKED_AT] if not _fits_instead(draft, change, one, asked)), None)
+    if stuck is first or surge:
+        because = "a successor fits nowhere" if stuck is first else "rollout.strategy is surge and there is no room beside them"
+        return Decision(name, Way.HELD, many, f"{_count(change.old)} kept as they are, since {because}: {why}")
+    if not change.staying:
         text = f"{first.id} is the only replica that serves and has to stop before its successor starts ({why})"
-        return Decision(model.name, Way.OUTAGE, len(old), text)
-    order = f"an old one stops before its successor starts ({why}), at least {staying} serving"
-    return Decision(model.name, Way.REPLACE, len(old), f"{_count(old)} replaced one at a time, {order}")
+        return Decision(name, Way.OUTAGE, many, text)
+    order = f"an old one stops before its successor starts ({why}), at least {change.staying} serving"
+    until = f", until {stuck.id}, in whose place a successor would not fit" if stuck else ""
+    return Decision(name, Way.REPLACE, many, f"{_count(change.old)} replaced one at a time{until}: {order}")
 
 
-def _replaced(draft: Draft, model: Model, replica: Replica) -> bool:
-    changed = replica.generation != model.generation
-    return changed and replica.serving and not replica.leaving and not given_up(replica, draft.nodes)
+def _fits_instead(draft: Draft, change: _Change, old: Replica, asked: Want) -> bool:
+    freed = leaving(draft) | change.freed | {shard.shard for shard in old.shards}
+    return isinstance(ledger(draft, freed).place(asked), Placement)
 
 
-def _count(old: list[Replica]) -> str:
+def _count(old: Sequence[Replica]) -> str:
     return f"{len(old)} replica{'s' if len(old) > 1 else ''}"

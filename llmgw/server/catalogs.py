@@ -14,11 +14,10 @@ from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Catalog, Model
 from llmgw.fleet.shard import Wanted
 from llmgw.interfaces import Flags
-from llmgw.planning.fleetroom import leaving, ledger
 from llmgw.planning.profiles import follow_rollout, tried_again
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.rollout import leave
-from llmgw.planning.strategy import Decision, Way, decide
+from llmgw.planning.strategy import Decision, Way, decisions
 from llmgw.planning.world import Draft
 from llmgw.server.controller import Controller
 from llmgw.server.operations import Outage
@@ -79,14 +78,14 @@ class Catalogs:
             diff = diff_catalogs(truth.catalog, new, allow_removals)
             self._ask_engines(diff, lenient)
             number = truth.catalog_revision + (not diff.empty)
-            decisions = self._decide(diff)
-            lines = [*describe(diff, decisions), *self._pinned(diff.catalog)]
-            done.append(Applied(number, diff, tuple(lines), decisions))
+            decided = self._decide(diff)
+            lines = [*describe(diff, decided), *self._pinned(diff.catalog)]
+            done.append(Applied(number, diff, tuple(lines), decided))
             if dry_run or diff.empty:
                 return []
             if allow_outage is False:
-                _refuse_outage(decisions)
-            return self._changes(diff, number, origin, bool(allow_outage), decisions)
+                _refuse_outage(decided)
+            return self._changes(diff, number, origin, bool(allow_outage), decided)
 
         return self._controller.change(make).addCallback(lambda revision: done[0])
 
@@ -111,12 +110,10 @@ class Catalogs:
         return [evolve(problem, where=".".join(filter(None, ("models", model.name, problem.where)))) for problem in found]
 
     def _decide(self, diff: CatalogDiff) -> tuple[Decision, ...]:
-        """How each model whose profile changes will be brought to it."""
-        draft = Draft(evolve(self._controller.world(), catalog=diff.catalog))
-        room = ledger(draft, leaving(draft))
-        changed = [change.new for change in diff.changed if change.new.profile and change.old.profile != change.new.profile]
-        decisions = [decide(draft, model, room) for model in changed]
-        return tuple(decision for decision in decisions if decision.replicas)
+        """How each model whose profile changes will be brought to it; of others, which may be changing already, nothing."""
+        changed = {change.name for change in diff.changed if change.old.profile != change.new.profile}
+        found = decisions(evolve(self._controller.world(), catalog=diff.catalog))
+        return tuple(decision for decision in found if decision.model in changed)
 
     def _pinned(self, catalog: Catalog) -> list[str]:
         """A sentence on each model that stays at an earlier profile, since this catalog says what has been rolled back before."""
@@ -124,7 +121,7 @@ class Catalogs:
         pinned = [record for model, record in pairs if record and record.pinned and record.target == model.profile]
         return [f"{record.model} stays as it is: {record.reason}. {tried_again(record)}" for record in pinned]
 
-    def _changes(self, diff: CatalogDiff, number: int, origin: str, outage: bool, decisions: Iterable[Decision]) -> list[Change]:
+    def _changes(self, diff: CatalogDiff, number: int, origin: str, outage: bool, decided: Iterable[Decision]) -> list[Change]:
         controller = self._controller
         now = controller.clocks.wall()
         draft = Draft(evolve(controller.world(), catalog=diff.catalog))
@@ -136,7 +133,7 @@ class Catalogs:
         for change in diff.changed:
             if change.new.profile is not None:
                 self._roll_out(draft, change.new, replicas.get(change.name, []), outage)
-        text = f"catalog {number} ({origin}): " + "; ".join(describe(diff, decisions))
+        text = f"catalog {number} ({origin}): " + "; ".join(describe(diff, decided))
         event = FleetEvent(now, "catalog", f"catalog {number}", text, epoch=controller.leadership.epoch)
         revision = CatalogRevision(number, dump_catalog(diff.catalog), now, origin)
         forgotten = [Drop("rollout", model.name) for model in diff.removed if model.name in controller.truth.rollouts]
@@ -152,15 +149,15 @@ class Catalogs:
             draft.put_rollout(evolve(record, outage=outage))
 
 
-def _refuse_outage(decisions: tuple[Decision, ...]) -> None:
-    found = [f"{decision.model}: {decision.text}" for decision in decisions if decision.way is Way.OUTAGE]
+def _refuse_outage(decided: Iterable[Decision]) -> None:
+    found = [f"{decision.model}: {decision.text}" for decision in decided if decision.way is Way.OUTAGE]
     if found:
         raise Outage(f"{'; '.join(found)}. Nothing was changed. To have that: --allow-outage")
 
 
-def describe(diff: CatalogDiff, decisions: Iterable[Decision] = ()) -> list[str]:
+def describe(diff: CatalogDiff, decided: Iterable[Decision] = ()) -> list[str]:
     """A sentence per model that differs or is kept; of one whose replicas change also how."""
-    ways = {decision.model: decision.text for decision in decisions}
+    ways = {decision.model: decision.text for decision in decided}
     lines = [f"add {model.name}" for model in diff.added]
     for change in diff.changed:
         facts = ", ".join(f"{key} {_show(old)} -> {_show(new)}" for key, old, new in change.facts[:6])

@@ -53,13 +53,13 @@ class Plans:
         done = await self._catalogs.apply(proposed, "plan", allow_removals=allow_removals, dry_run=True)
         revision, state = truth.catalog_revision, truth.revision
         found = await self._foresee(done.diff.catalog, without, allow_outage)
-        made = [*steps(found, _facts(done), _ways(done)), *_kept(done)]
+        made = [*steps(found, _facts(done)), *_kept(done)]
         text = _title(revision, done, without, made)
         lines = _lines(made)
         if not found.whole:
             lines.append("This is not the end of it: it goes on for too many steps to follow.")
         if new is not None:
-            outage = allow_outage or any(decision.way is Way.OUTAGE for decision in done.decisions)
+            outage = allow_outage or any(decision.way is Way.OUTAGE for decision in found.decided)
             options = " --allow-removals" * allow_removals + " --allow-outage" * outage
             lines.append(f"Nothing was done. Apply it with: llmgw apply {path} --check-revision {revision}{options}")
         return {
@@ -116,10 +116,6 @@ def _facts(done: Applied) -> dict[str, str]:
 
 def _show(value: object) -> str:
     return "none" if value is None else str(value)
-
-
-def _ways(done: Applied) -> dict[str, str]:
-    return {decision.model: decision.text for decision in done.decisions}
 
 
 def _kept(done: Applied) -> Iterable[Step]:

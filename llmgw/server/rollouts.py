@@ -59,9 +59,7 @@ class Rollouts:
     def _next(self, draft: Draft, name: str, record: RolloutRecord) -> str:
         if record.held:
             return f"no further replica is changed before: llmgw rollout {name} --resume"
-        model = draft.catalog.get(name)
-        assert model is not None
-        return decide(draft, model).text
+        return decide(draft, name).text
 
     def _model(self, name: str) -> Model:
         model = self._controller.truth.catalog.get(name)

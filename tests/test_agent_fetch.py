@@ -154,6 +154,29 @@ async def test_i1_a_connection_that_breaks_off_is_resumed(rig_of):
 
 
 @pytest_twisted.ensureDeferred
+async def test_i1_a_download_to_which_no_byte_comes_is_begun_anew_and_resumed(rig_of, monkeypatch):
+    """I1: the child is killed at its deadline; progress is live again with the next one."""
+    monkeypatch.setattr(module, "STALLED", 3.0)
+    rig = rig_of(cut=300_000, held=True)
+    rig.environment["HF_HUB_DOWNLOAD_TIMEOUT"] = "60"
+    await rig.fetching.order(WEIGHTS)
+    await rig.until(lambda: rig.now.state is FetchState.WAITING, "killed")
+    assert "no byte came in 3 s; next try in" in rig.now.reason and rig.now.bytes == 262144 + len(FILES["config.json"])
+    rig.hub.cut, rig.hub.held = None, False
+    await rig.over()
+    assert rig.hub.gets("model.safetensors")[-1] == "bytes=262144-"
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_answer_comes_in_time_though_the_hub_says_nothing(rig_of, monkeypatch):
+    """Somebody waits for it; the download goes on."""
+    monkeypatch.setattr(module, "TELL_WITHIN", 0.05)
+    rig = rig_of()
+    assert (await rig.fetching.order(WEIGHTS)).state is FetchState.CHECKING
+    await rig.over()
+
+
+@pytest_twisted.ensureDeferred
 async def test_i1_a_hub_that_is_away_is_told_with_its_address_after_three_tries(rig_of):
     """I1: and the next order tries again."""
     rig = rig_of()

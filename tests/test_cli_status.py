@@ -185,6 +185,18 @@ def test_one_node_shows_each_device_and_who_holds_it(admin, capsys):  # noqa: F8
     assert "no node is called n2; known: n1" in capsys.readouterr().err
 
 
+def test_a_device_that_somebody_closed_is_no_complaint_and_one_that_closed_itself_is(admin, capsys):  # noqa: F811
+    """As with nodes: a cordon is wanted, a lost device is not."""
+    closed = {"index": 0, "problem": "cordoned by alice: fan", "cordon": {"by": "alice", "reason": "fan", "since": 1.0}}
+    lost = {"index": 1, "problem": "missing since 02:14", "cordon": {"by": "", "reason": "missing", "since": 1.0}}
+    node = {"name": "n1", "state": "ready", "devices": [closed, lost]}
+    admin.answers["GET /v1/status"] = {"server": {"name": "cp1", "role": "leader"}, "nodes": [node]}
+    assert admin.run("status", "--check") == 1
+    assert capsys.readouterr().out == "node n1: gpu 1: missing since 02:14\n"
+    assert admin.run("status") == 0
+    assert "gpu 0: cordoned by alice: fan" in capsys.readouterr().out
+
+
 def test_downloads_are_shown_and_a_failed_one_is_a_complaint(admin, capsys):  # noqa: F811
     """What is under way stands in the node's notes; what was done or cancelled does not."""
     rows = [

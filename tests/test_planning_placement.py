@@ -237,6 +237,16 @@ def test_hints_name_what_would_help_and_only_that():
     assert heading(said, 2, 1) == "m wants 2 replicas and has 1. The second cannot be placed: 0/4 nodes can run this."
 
 
+def test_a_cordoned_device_takes_nothing_and_that_it_were_open_is_a_hint():
+    """With who closed it in the explanation; a missing one closed beside it is no hint, since opening it would not help."""
+    devices = (device("a", 0), device("a", 1, missing_since=1.0))
+    cordons = {"a-0": "cordoned by alice: fan", "a-1": "missing"}
+    ledger = Ledger([candidate("a", devices, device_cordons=cordons)])
+    said = with_hints(refusal(ledger, want()), ledger, want())
+    assert said.verdicts[0].checks[0].detail == "gpu 0: cordoned by alice: fan; gpu 1: missing"
+    assert [hint.text for hint in said.hints] == ["gpu 0 on a were uncordoned"]
+
+
 def test_a_variant_of_the_profile_is_a_hint_when_it_fits():
     """A smaller context is offered once it has been placed."""
     ledger = Ledger([candidate("a", (device("a", 0, total=24),))])

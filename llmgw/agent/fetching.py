@@ -27,6 +27,7 @@ TRIES = 3
 AGAIN = (5.0, 20.0)
 STALLED = 60.0
 CANCEL_WITHIN = 4.0
+TELL_WITHIN = 10.0
 
 
 class Fetching:
@@ -75,6 +76,10 @@ class Fetching:
         self._later.clear()
         for process in self._running.values():
             process.leave()
+        for key, waiting in self._waiting.items():
+            for told in waiting:
+                told.callback(self._known[key])
+        self._waiting.clear()
 
     def all(self) -> tuple[Fetch, ...]:
         """Those under way and the last that are over."""
@@ -86,7 +91,8 @@ class Fetching:
         return found if found is not None and found.state.active else None
 
     def order(self, weights: str) -> Deferred[Fetch]:
-        """Download, unless it is being done. Fires once there is something to tell: how much it is, or why not."""
+        """Download, unless it is being done. Fires once there is something to tell: how much it is, or why not; at the latest
+        after 10 s, since somebody waits for the answer."""
         key, told = same_weights(weights), Deferred[Fetch]()
         found = self._known.get(key)
         if found is None or not found.state.active:
@@ -103,6 +109,7 @@ class Fetching:
             told.callback(self._known[key])
         else:
             self._waiting.setdefault(key, []).append(told)
+            told.addTimeout(TELL_WITHIN, self._reactor, lambda _, seconds: self._known[key])
         return told
 
     def cancel(self, weights: str) -> Fetch | None:

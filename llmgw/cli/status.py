@@ -175,6 +175,12 @@ def _notes(node: Answer, now: float) -> list[str]:
     return [note for note in (*notes, _expiry(node, now)) if note]
 
 
+def _closed_by_somebody(device: Answer) -> bool:
+    """Whether its cordon is all that is the matter with it."""
+    by = (device.get("cordon") or {}).get("by")
+    return bool(by) and str(device.get("problem", "")).startswith("cordoned by ")
+
+
 def _downloads(node: Answer) -> list[str]:
     """What is under way; that is wanted, so it is no complaint."""
     over = ("done", "failed", "cancelled")
@@ -212,6 +218,7 @@ def complaints(status: Answer, now: float) -> list[str]:
             continue
         wrong = [node["state"]] if node.get("state") != "ready" else []
         wrong += [flag for flag in node.get("flags") or () if flag == "quarantined"]
+        node = node | {"devices": [device for device in node.get("devices") or () if not _closed_by_somebody(device)]}
         if notes := [*wrong, *_notes(node, now)] if wrong else _notes(node | {"reason": ""}, now):
             found.append(f"node {node['name']}: {', '.join(notes)}")
     found += [f"orphan {orphan.get('shard')} on {orphan.get('node')}" for orphan in status.get("orphans") or ()]

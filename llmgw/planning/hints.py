@@ -94,6 +94,7 @@ def _changes(node: Candidate, verdict: Verdict, profile: Profile) -> Iterator[tu
         hint = Hint("weights", f"{profile.weights} were on {node.name}", node.name)
         yield hint, evolve(node, weights={**node.weights, profile.weights: found})
     if names & {"devices", "device_memory", "host_memory"}:
+        yield from _cordons(node)
         yield from _strangers(node)
         yield from _replicas(node)
 
@@ -103,6 +104,16 @@ def _unflagged(node: Candidate, flag: str) -> Candidate:
     if flag == "quarantined":
         return evolve(node, quarantined=False)
     return evolve(node, cordoned=False, draining=False)
+
+
+def _cordons(node: Candidate) -> Iterator[tuple[Hint, Candidate]]:
+    """Each device that somebody has closed, open; one that is sick or missing stays out all the same."""
+    assert node.facts is not None
+    for device in node.facts.inventory.devices:
+        if device.uuid in node.device_cordons and not device.problem and device.missing_since is None:
+            cordons = {uuid: why for uuid, why in node.device_cordons.items() if uuid != device.uuid}
+            hint = Hint("device_cordon", f"gpu {device.index} on {node.name} were uncordoned", node.name)
+            yield hint, evolve(node, device_cordons=cordons)
 
 
 def _strangers(node: Candidate) -> Iterator[tuple[Hint, Candidate]]:

@@ -97,7 +97,7 @@ def watch(server: int, worker: int, seconds: float) -> None:
 
 
 def restart(fleet: RealFleet, crowd: Crowd, agents: int) -> None:
-    since = time.time()
+    since, before = time.time(), len(fleet.log("server"))
     fleet.end("server")
     stopped = time.time() - since
     server = fleet.start_server().pid
@@ -105,10 +105,13 @@ def restart(fleet: RealFleet, crowd: Crowd, agents: int) -> None:
     back = waited(crowd, "accepted", agents, since, 180)
     seconds = Counter(int(at - since) for at in crowd.told("dialed", since))
     most = max(seconds.values(), default=0)
+    log = fleet.log("server")[before:]
     say(f"restart: stopped after {stopped:.1f} s, up after {up:.1f} s; {seconds.total()} handshakes for {agents} agents")
     say(f"all are back {f'{back:.1f} s' if back else 'NOT within 180 s'} after the signal")
     say(f"most handshakes in one second: {most}, {most / max(1, seconds.total()) * 100:.1f} % of all")
     say(f"in each second: {' '.join(str(seconds[second]) for second in range(max(seconds, default=0) + 1))}")
+    refused = Counter(line.partition("refused ")[2].split(": ")[1] for line in log.splitlines() if ": refused " in line)
+    say(f"refused meanwhile: {dict(refused) or 'none'}")
     say(f"the new server took {cpu_seconds(server):.1f} s of CPU")
 
 

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from llmgw.server.operations import Operations
-from llmgw.testing import invariants
 from llmgw.testing.chaos import Chaos
 from llmgw.testing.invariants import Broken
 from llmgw.testing.simulate import Fleet, model
@@ -42,7 +41,6 @@ def test_a_thousand_agents_live_through_it():
 
 def test_a_life_that_fails_says_how_to_repeat_it_and_is_the_same_again(monkeypatch):
     """The seed decides everything; the command that is printed is the one that exists."""
-    monkeypatch.setattr(invariants, "BRAKE_LEAST", 0)
     assert Chaos(3, 3, SHORT).live().describe() == Chaos(3, 3, SHORT).live().describe()
     monkeypatch.setattr(Fleet, "ready", lambda self, name: 0)
     with pytest.raises(Broken) as failed:

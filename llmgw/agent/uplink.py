@@ -76,7 +76,7 @@ class Uplink(Service):
         self._tls: LinkTls | None = None
         self._talk: Talk | None = None
         self._waiting: Deferred[Any] | None = None
-        self._resting = False
+        self._resting = self._just_lost = False
         self._spread = SPREAD
         self._last: tuple[Address, ...] = ()
         self._status = "not started"
@@ -183,7 +183,8 @@ class Uplink(Service):
         delay = max(self._backoff.next(), turn.pause)
         if self._crowd > SPREAD:
             # All lost the same server: those that dialed while it was away must not come together when it is back.
-            delay = max(delay, self._random() * self._crowd)
+            window = self._crowd if self._just_lost else min(self._crowd, self._backoff.cap)
+            delay = max(delay, self._random() * window)
         what = "round" if turn.several else "try"
         self._status = f"{turn.summary()}. Next {what} in {show_duration(delay)}."
         self.log.warn("{node}: {status}", node=self._settings.node, status=self._status, event="no_leader")
@@ -208,6 +209,7 @@ class Uplink(Service):
 
     async def _try(self, turn: Round, target: Target) -> Ending | None:
         """One address: look it up, or dial it and stay as long as the link does. Whatever fails here is one address's failure."""
+        self._just_lost = False
         try:
             if target.ip:
                 return await self._dial(turn, target)
@@ -252,6 +254,7 @@ class Uplink(Service):
             self._status = "stopped"
             return
         self._spread = talk.spread or self._spread
+        self._just_lost = ending.lived is not None
         if ending.lived is not None:
             self._last = (target.address,) if talk.leader else self._last
             self._status = f"the link to {target} ended after {show_duration(ending.lived)}: {ending.text}"

@@ -44,10 +44,10 @@ class Chaos:
         self._models = [*(model(f"m{number}", 1) for number in range(max(2, nodes // 2))), model("big", 1, devices=2)]
         self.done: list[str] = []
         self._fates: list[tuple[int, Callable[[], None]]] = [
-            (20, self.cut), (14, self.die), (10, self.crash), (6, self.usurp), (6, self.reboot), (4, self.wipe),
-            (6, self.agent_away), (6, self.full), (6, self.stall), (4, self.answers_lost), (3, self.restore), (2, self.forget),
-            (14, self.apply), (5, self.clocks), (8, self.weather), (4, self.routers), (6, self.drain), (4, self.restart),
-            (5, self.doom),
+            (20, self.cut), (14, self.die), (10, self.crash), (6, self.usurp), (3, self.cut_most), (6, self.reboot),
+            (4, self.wipe), (6, self.agent_away), (6, self.full), (6, self.stall), (4, self.answers_lost), (3, self.restore),
+            (2, self.forget), (14, self.apply), (5, self.clocks), (8, self.weather), (4, self.routers), (6, self.drain),
+            (4, self.restart), (5, self.doom),
         ]  # fmt: skip
 
     def live(self) -> Fleet:
@@ -89,6 +89,14 @@ class Chaos:
     def cut(self) -> None:
         """A link breaks, or heals."""
         self.fleet.cut ^= {self._agent().name}
+
+    def cut_most(self) -> None:
+        """The network of most nodes is away for longer than a node may be."""
+        names = list(self.fleet.agents)
+        away = set(names[: max(3, len(names) - 1)])
+        self.fleet.cut |= away
+        self.fleet.run(self.fleet.timing.lost_after + self._chance.random() * 60)
+        self.fleet.cut -= away
 
     def die(self) -> None:
         """An engine dies."""

@@ -14,7 +14,8 @@ from llmgw.fleet.shard import Allocation, ShardReport, ShardState, Wanted
 from llmgw.fleet.timing import Timing
 from llmgw.interfaces import Needs
 from llmgw.planning.autoscale import Load, advise, needed, target_of
-from llmgw.planning.reconcile import reconcile
+from llmgw.planning.forecast import forecast
+from llmgw.planning.reconcile import explain, reconcile
 from llmgw.planning.world import Told, World
 
 SCALE = Scale(1, 4, target=8)
@@ -220,6 +221,31 @@ def test_a_model_with_min_1_gets_room_too():
     models = [sleeper("a", high=2), sleeper("m", low=1)]
     outcome = reconcile(fleet({"n": 2}, [("a", "n", 0), ("a", "n", 1)], models, demand={"a": 2}))
     assert gone(outcome) == ["a/2"] and outcome.gave == {"a": 1}
+
+
+def test_a_plan_says_who_would_make_room():
+    """C{llmgw plan} of a catalog with one model more: an idle one stops, with the reason; the world is left as it was."""
+    models = [sleeper("a"), sleeper("b")]
+    world = fleet({"n": 2}, [("a", "n", 0), ("b", "n", 1)], models, demand={"a": 1, "b": 1}, unused={"a": 90.0, "b": 120.0})
+    found = forecast(world, Catalog((*models, sleeper("m", low=1))))
+    assert found.whole and world.demand == {"a": 1, "b": 1}
+    assert found.reasons == {"b/1": "gives its room to m: it is the least recently used, unused for 2 m"}
+    serving = {name: record.allocation.devices for name, record in found.after.shards.items() if record.allocation}
+    assert serving == {"a/1/0": ("n0",), "m/1/0": ("n1",)}
+
+
+def test_a_device_whose_memory_is_not_back_after_a_stop_is_held_with_the_pid_named():
+    """The engine is gone, a process that it left holds 12 of 16 GiB: nothing is placed there, and the refusal names it."""
+    world = fleet({"n": 1}, [], [sleeper("m", low=1)])
+    left = DeviceProcess(4711, "python3", 12 * GIB, None)
+    device = Device("n0", 0, "SIM", 16 * GIB, memory_used=12 * GIB, processes=(left,))
+    facts = world.nodes["n"].facts
+    held = evolve(facts, inventory=evolve(facts.inventory, devices=(device,)))
+    outcome = reconcile(evolve(world, nodes={"n": evolve(world.nodes["n"], facts=held)}))
+    assert outcome.shards == {}
+    told = explain(evolve(world, nodes=outcome.nodes), outcome, "m").lines()
+    assert any("12.0 GiB held by pid 4711 python3, not ours" in line for line in told)
+    assert reconcile(world).shards.keys() == {"m/1/0"}
 
 
 def test_of_replicas_that_serve_one_without_requests_leaves_first():

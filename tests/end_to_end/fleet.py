@@ -62,6 +62,16 @@ def processes(marker: str) -> dict[int, str]:
     return found
 
 
+def queued(pid: int) -> float:
+    """Seconds that the threads of a process have been ready to run and had no processor; 0 when it is gone (proc(5), schedstat)."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError, IndexError):
+                total += int((task / "schedstat").read_text().split()[1])
+    return total / 1e9
+
+
 QUICK = "heartbeat: 500ms, stop_grace: 2s, drain: 10s, lost_after: 5s, failover_grace: 5s, backoff: 1s"
 
 FAKE_ENGINE = """
@@ -221,6 +231,22 @@ class RealFleet:
         process = self.running[name]
         process.send_signal(number)
         return process.wait(seconds)
+
+    def ends_in_time(self, name: str, number: int = signal.SIGTERM, seconds: float = 2.0) -> None:
+        """Fails unless the daemon ends well within so many seconds, not counted those it stood in the queue for a processor.
+
+        So it holds on a busy machine, too. One that hangs sleeps and stands in no queue, and a stop that was given up exits
+        with another status.
+        """
+        process = self.running[name]
+        before, began, waited = queued(process.pid), time.monotonic(), 0.0
+        process.send_signal(number)
+        while process.poll() is None and time.monotonic() - began < 15:
+            waited = max(waited, queued(process.pid) - before)
+            time.sleep(0.01)
+        took = time.monotonic() - began
+        assert process.poll() == 0, f"{name}: {process.poll()} after {took:.1f} s"
+        assert took - waited < seconds, f"{name} took {took:.1f} s, of which {waited:.1f} s in the queue for a processor"
 
     def log(self, name: str) -> str:
         return (self.folder / "log" / f"{name}.log").read_text(errors="replace")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
 from tests.end_to_end.fleet import fake_model, processes, until
+from tests.end_to_end.load import Load
 
 SLOW_STREAM = ("--events", "60", "--interval", "0.05")
 
@@ -63,11 +63,13 @@ def test_streams_outlive_their_server(serving, number):
     before = serving.ready()[0]
     streams = [serving.stream(tokens=60) for _ in range(20)]
     until(lambda: all(len(stream.pieces) > 3 for stream in streams), "streams have begun")
+    load = Load(serving, clients=2)  # each request and stream of it is a new connection
     serving.end("server", number)
     assert serving.ask()[0] == 200
     serving.start_server()
     for _ in range(20):
         assert serving.ask()[0] == 200
+    load.end()
     for stream in streams:
         stream.whole()
     after = serving.ready()[0]
@@ -97,7 +99,8 @@ def test_a_stopped_node_is_unreachable_then_lost_then_back(serving):
         node = lambda: serving.status()["nodes"][0]["state"]  # noqa: E731
         until(lambda: node() == "unreachable", "unreachable", 15)
         until(lambda: node() == "lost", "lost", 25)
-        assert "0/1 nodes can run this" in serving.llmgw("explain", "m", code=None)
+        said = serving.llmgw("explain", "m", code=None)
+        assert "0/1 nodes can run this" in said and "n1  lost" in said
     finally:
         for pid in ours:
             os.kill(pid, signal.SIGCONT)
@@ -108,10 +111,7 @@ def test_a_stopped_node_is_unreachable_then_lost_then_back(serving):
 @pytest.mark.parametrize("name", ["server", "n1"])
 def test_sigterm_ends_a_daemon_in_two_seconds(serving, name):
     """With the link idle."""
-    begin = time.monotonic()
-    code = serving.end(name, signal.SIGTERM)
-    assert time.monotonic() - begin < 2
-    assert code == 0
+    serving.ends_in_time(name)
 
 
 @pytest.mark.parametrize(("name", "stopped"), [("server", "n1"), ("n1", "server")])
@@ -119,7 +119,4 @@ def test_sigterm_ends_a_daemon_whose_peer_is_stopped(serving, name, stopped):
     """SIGSTOP of the peer: no close is ever answered, and still the daemon ends in time."""
     peer = serving.running[stopped]
     peer.send_signal(signal.SIGSTOP)
-    begin = time.monotonic()
-    code = serving.end(name, signal.SIGTERM)
-    assert time.monotonic() - begin < 2
-    assert code == 0
+    serving.ends_in_time(name)

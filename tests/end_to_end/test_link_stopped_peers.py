@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import signal
-import time
 
-from tests.end_to_end.fleet import RealFleet, fake_model, until
-
-
-def ends_in_time(fleet: RealFleet, name: str) -> None:
-    """It ends by itself, and well. Alone on a machine within 2 s; without a bound on the close it would take 8, or for ever."""
-    begun = time.monotonic()
-    assert fleet.end(name) == 0
-    assert time.monotonic() - begun < 4
+from tests.end_to_end.fleet import fake_model, until
 
 
 def test_a_stopped_peer_keeps_neither_agent_nor_server(fleet):
@@ -25,10 +17,10 @@ def test_a_stopped_peer_keeps_neither_agent_nor_server(fleet):
         fleet.start_agent(node)
     until(lambda: [node["state"] for node in fleet.status()["nodes"]] == ["ready", "ready"], "both nodes are linked")
     server.send_signal(signal.SIGSTOP)
-    ends_in_time(fleet, "n1")
+    fleet.ends_in_time("n1")
     server.send_signal(signal.SIGCONT)
     fleet.running["n2"].send_signal(signal.SIGSTOP)
-    ends_in_time(fleet, "server")
+    fleet.ends_in_time("server")
     fleet.running["n2"].send_signal(signal.SIGCONT)
     until(lambda: "n2: the link to" in fleet.log("n2"), "the agent that goes on tells how its link ended")
-    ends_in_time(fleet, "n2")
+    fleet.ends_in_time("n2")

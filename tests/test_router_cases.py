@@ -141,6 +141,25 @@ def test_d5_an_encoding_that_nobody_asked_for(rig):
         assert (status, head["content-encoding"], gzip.decompress(body)) == (200, "gzip", OK)
 
 
+def test_d5_a_stream_in_an_encoding_that_nobody_asked_for(rig):
+    """D5: the same for a stream: nothing of it is held back, and nothing is written into it when it breaks off."""
+    packed = gzip.compress(b"".join(EVENTS))
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD[:-2] + b"content-encoding: gzip\r\n\r\n" + chunk(packed[:20]))
+        go.wait(10)
+        talk.send(chunk(packed[20:-1]))
+
+    go = threading.Event()
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        with stream(rig) as raw:
+            raw.read_until(packed[:20])
+            go.set()
+            assert raw.read_all().endswith(packed[20:-1] + b"\r\n")
+
+
 @pytest.mark.parametrize("kind", ["audio/mpeg", "image/png", "text/event-stream; charset=utf-8", "application/x-ndjson"])
 def test_d7_content_type_is_kept(rig, kind):
     """D7: whatever an answer is, it says so; bytes that are no text stay as they are."""

@@ -156,9 +156,27 @@ def test_engine_that_dies_in_a_plain_answer(rig):
         b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: identity\r\n\r\nab",
+        b"HTTP/1.1 099 Early\r\ncontent-length: 2\r\n\r\nab",
+        b"HTTP/1.1 999 Late\r\ncontent-length: 2\r\n\r\nab",
+        b"HTTP/2.0 200 OK\r\ncontent-length: 2\r\n\r\nab",
+        b"HTTP/1.1 204 No Content\r\ncontent-length: 2\r\n\r\nab",
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
     ],
-    ids=["garbage", "two lengths", "bad chunk", "endless head", "upgrade"],
+    ids=[
+        "garbage",
+        "two lengths",
+        "bad chunk",
+        "endless head",
+        "gzip, chunked",
+        "identity",
+        "099",
+        "999",
+        "2.0",
+        "204 with a body",
+        "upgrade",
+    ],
 )
 def test_engine_that_speaks_no_http(rig, answer):
     """An engine that answers with anything else than HTTP is 502, not a hang and not passed on."""
@@ -170,7 +188,8 @@ def test_engine_that_speaks_no_http(rig, answer):
 
     with ScriptedEngine(script) as engine:
         rig.use(engine)
-        assert rig.post()[0] == 502
+        status, _, body = rig.post()
+        assert status == 502 and b"answered what is no HTTP/1.1" in body
 
 
 def test_engine_that_answers_twice(rig):

@@ -437,3 +437,27 @@ def test_n2_new_tables_cut_nothing(rig):
         for client in clients:
             assert client.read_until(b"0\r\n\r\n").endswith(b"data: 2\n\n\r\n0\r\n\r\n")
             client.socket.close()
+
+
+def test_a_table_of_a_newer_release(rig):
+    """What it says that we do not know is left out; one that cannot be used at all leaves the one before in force."""
+    with ScriptedEngine(plain) as engine:
+        table = rig.use(engine, model=RoutedModel("m", policy="clairvoyant"))
+        assert rig.post()[0] == 200
+        path = rig.folder / "table.json"
+        good = path.read_bytes()
+        newer = {**json.loads(good), "colour": "blue", "models": [{"name": "m", "endpoints": ["m/0"], "mood": 1}]}
+        bad = [
+            good[: len(good) // 2],
+            b"",
+            b"[]",
+            b'{"version":"x"}',
+            good.replace(b'"version"', b'"trusted_proxies":["x"],"version"'),
+        ]
+        for number, text in enumerate([*bad, json.dumps(newer).encode()]):
+            rig.heard.clear()
+            path.write_bytes(text)
+            rig.channel.sendall(b'{"type":"table","version":%d}\n' % table.version)
+            until(lambda: [m for m in rig.heard if m["type"] == "routing"])
+            assert bool([m for m in rig.heard if m["type"] == "refused"]) == (number < len(bad))
+            assert rig.post()[0] == 200

@@ -200,8 +200,9 @@ def test_d6_hop_by_hop_fields(rig):
         while talk.request():
             talk.answer(
                 OK,
-                fields=b"Content-Type: audio/mpeg\r\nConnection: X-Bar\r\nX-Bar: 1\r\nKeep-Alive: timeout=5\r\n"
-                b"Proxy-Authenticate: x\r\nTrailer: X\r\nX-Other: 2\r\nSet-Cookie: a=b\r\n",
+                fields=b"Content-Type: audio/mpeg\r\nConnection: X-Bar\r\nConnection: X-Baz\r\nX-Bar: 1\r\nX-Baz: 1\r\n"
+                b"X-Llmgw-Replica: z\r\nKeep-Alive: timeout=5\r\nProxy-Authenticate: x\r\nTrailer: X\r\nX-Other: 2\r\n"
+                b"Set-Cookie: a=b\r\n",
             )
 
     with ScriptedEngine(script) as engine:
@@ -209,10 +210,15 @@ def test_d6_hop_by_hop_fields(rig):
         sent = {"Connection": "X-Foo", "X-Foo": "1", "Keep-Alive": "5", "Proxy-Authorization": "a", "TE": "trailers",
                 "X-Mine": "2", "Cookie": "a=b", "X-Forwarded-For": "1.2.3.4"}  # fmt: skip
         _, headers, _ = rig.post(headers=sent)
+        with rig.client() as raw:
+            raw.send(request_bytes(fields=b"Connection: X-Foo\r\nConnection: close\r\nX-Foo: 1\r\n"))
+            assert raw.answer()[0] == 200
+    assert engine.requests[1].header(b"x-foo") is None
     names = {name for name, _ in engine.requests[0].headers}
     assert not names & {b"connection", b"x-foo", b"keep-alive", b"proxy-authorization", b"te", b"cookie", b"x-forwarded-for"}
     assert engine.requests[0].header(b"x-mine") == b"2"
-    assert not set(headers) & {"x-bar", "keep-alive", "proxy-authenticate", "trailer", "set-cookie"}
+    assert headers["x-llmgw-replica"] == "m/0", "and nobody else's"
+    assert not set(headers) & {"x-bar", "x-baz", "keep-alive", "proxy-authenticate", "trailer", "set-cookie"}
     assert headers["x-other"] == "2"
     assert headers["content-type"] == "audio/mpeg"
 

@@ -277,3 +277,29 @@ def test_the_server_remembers_rows_as_they_are(board):
     board.reclaim()
     assert board.row("endpoint/a") is None
     other.close()
+
+
+def test_the_last_to_go_takes_nobody_elses_file_away(tmp_path):
+    """An older release's worker ends after the newer one's server has put a file of another layout in its file's place."""
+    old = Scoreboard.create(tmp_path / "board", rows=16, columns=4)
+    last = worker(old)
+    old.set_owner(0, 2**22 + 1)
+    new = Scoreboard.create(tmp_path / "board", rows=32, columns=4)
+    assert not last.depart()
+    assert (tmp_path / "board").exists()
+    for board in (old, last, new):
+        board.close()
+
+
+def test_a_worker_attaches_without_a_path(board):
+    """By the server's descriptor, where somebody has removed the file: both still count in the same one."""
+    board.assign(["model/a"], 1)
+    board.path.unlink()
+    with pytest.raises(Absent):
+        worker(board)
+    one = Scoreboard.attach(board.path, board.claim(), board.rows, board.columns, os.dup(board.descriptor))
+    one.enter(one.row("model/a"), 0)
+    assert board.total(board.row("model/a")) == 1
+    assert board.assign(["model/a", "model/b"], 2)["model/b"] == one.row("model/b"), "rows that are new are seen at once"
+    assert not one.depart(), "there is nothing to take away"
+    one.close()

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 import pytest_twisted
+from msgspec.structs import replace
 from twisted.internet import reactor
 from twisted.internet.defer import Deferred
 from twisted.internet.threads import deferToThread
 
 from llmgw.config.server import Address, RouterSettings, Timeouts
-from llmgw.router.table import RoutedModel, Table, endpoint, read_table
+from llmgw.router.sharedfile import shared_file
+from llmgw.router.table import KeyEntry, RoutedModel, Table, endpoint, key_digest, read_table
 from llmgw.server.workers import CannotListen, NotRouting, RouterWorkers
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
 from tests.router_rig import RawClient, request_bytes, until
@@ -68,11 +70,11 @@ def alive(pid):
         return False
 
 
-def ask(port, path="/v1/chat/completions", body=b'{"model":"m"}'):
+def ask(port, path="/v1/chat/completions", body=b'{"model":"m"}', key=""):
     """The status of a request on a new connection; raises if it is refused or reset."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
-        connection.request("POST", path, body)
+        connection.request("POST", path, body, {"Authorization": f"Bearer {key}"} if key else {})
         return connection.getresponse().status
     finally:
         connection.close()
@@ -281,6 +283,66 @@ async def test_killed_worker_is_replaced_on_its_socket(workers, engine):
     # Connections that a killed worker had accepted die with it; nobody is refused.
     assert not [bad for bad in load.bad if "Refused" in str(bad)]
     await when(lambda: workers.in_flight("m/1") == 0)
+
+
+@pytest_twisted.ensureDeferred
+async def test_fifty_streams_die_with_their_worker_and_are_forgotten(workers, engine):
+    """SIGKILL and SIGSTOP of workers with fifty streams: each client sees its end, nothing stays counted, others are served."""
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        replaced = sum(place.replaced for place in workers.places)
+        clients = await deferToThread(lambda: [RawClient(workers.address[1]) for _ in range(50)])
+        for client in clients:
+            client.send(request_bytes())
+        await deferToThread(lambda clients=clients: [client.read_until(b"tick", 10) for client in clients])
+        assert workers.in_flight("m/1") == 50
+        for place in workers.places:
+            os.kill(place.pid, number)
+        ends = await deferToThread(lambda clients=clients: [client.read_all(15) for client in clients])
+        assert not any(b"[DONE]" in end or end.endswith(b"0\r\n\r\n") for end in ends)
+        await when(lambda replaced=replaced: sum(place.replaced for place in workers.places) == replaced + 2)
+        await when(lambda: workers.in_flight("m/1") == 0)
+        await when(lambda: workers.versions() == {0: 1, 1: 1})
+        assert await deferToThread(lambda: [ask(workers.address[1]) for _ in range(10)]) == [200] * 10
+        for client in clients:
+            client.socket.close()
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_worker_is_replaced_when_the_shared_files_have_been_removed(workers, engine):
+    """What cleans up shared memory at a logout takes no worker away for good, and all go on counting together."""
+    for name in ("scoreboard", "prefixes"):
+        shared_file(workers.folder, name).unlink()
+    os.kill(workers.places[0].pid, signal.SIGKILL)
+    await when(lambda: workers.places[0].replaced == 1 and workers.versions() == {0: 1, 1: 1})
+    assert await deferToThread(lambda: [ask(workers.address[1]) for _ in range(20)]) == [200] * 20
+    clients = await deferToThread(lambda: [RawClient(workers.address[1]) for _ in range(8)])
+    for client in clients:
+        client.send(request_bytes())
+    await when(lambda: workers.in_flight("m/1") == 8)
+    for client in clients:
+        client.socket.close()
+    await when(lambda: workers.in_flight("m/1") == 0)
+    assert workers.places[0].replaced == 1
+
+
+@pytest_twisted.ensureDeferred
+async def test_many_keys_and_models(workers, engine):
+    """Ten thousand keys with limits and a thousand models have room, and a change of their table holds nobody up for long."""
+    models = [RoutedModel(f"m{number}", endpoints=("m/1",)) for number in range(1000)]
+    keys = tuple(KeyEntry(f"k{number}", key_digest(f"sk-{number}"), rpm=2) for number in range(10_000))
+    load = Load(workers.address[1], 1)
+    try:
+        for version in (1, 2):
+            many = replace(table(engine, *models), keys=keys[version:])
+            await workers.when_routing(workers.publish(many), 15)
+        await when(lambda: load.done > 20)
+        limited = await deferToThread(
+            lambda: [ask(workers.address[1], body=b'{"model":"m999"}', key="sk-9999") for _ in range(3)]
+        )
+    finally:
+        await deferToThread(load.end)
+    assert limited == [200, 200, 429]
+    assert not load.bad
 
 
 @pytest_twisted.ensureDeferred

@@ -16,7 +16,7 @@ MAX_EVENT = 2**20
 # Fields of an engine's answer that end here; the rest goes to the client.
 HERE = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade content-length "
-    b"x-request-id set-cookie".split()
+    b"x-request-id x-llmgw-replica set-cookie".split()
 )
 _SSE = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
@@ -56,20 +56,24 @@ class Answer:
     def _make_head(self, fields: list[Field], framing: str, http11: bool) -> bytes:
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, reason_phrase(self.status))]
         length = named = b""
+        packed = False
         for name, value in fields:
             if name == b"content-length":
                 length = value
             elif name == b"connection":
-                named = value.lower()
+                named = named + b"," + value.lower() if named else value.lower()
             elif name not in HERE:
                 lines.append(b"%b: %b\r\n" % (name, value))
                 if name == b"content-type":
-                    self.sse = value.startswith(b"text/event-stream")
+                    self.sse = value[:17].lower() == b"text/event-stream"
+                elif name == b"content-encoding":
+                    packed = value.lower() != b"identity"
         if named and named not in (b"close", b"keep-alive"):
             hidden = {token.strip() + b":" for token in named.split(b",")}
             lines = [line for line in lines if line.partition(b" ")[0] not in hidden]
         if self.sse:
             lines.append(_SSE)
+            self.sse = not packed  # what nobody here can read goes out as it comes
         bodiless = self.status in (204, 304)
         self.plain = (framing == LENGTH and not self.sse) or bodiless
         self.chunked = http11 and not self.plain

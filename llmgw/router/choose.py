@@ -80,7 +80,7 @@ class Group:
         # Never equal, so that the first ties are broken at random.
         self._recent = [random() * 0.1 for _ in candidates]
         self._halved = 0.0
-        self._find = POLICIES[policy]
+        self._find = POLICIES.get(policy, Group._least_cost)  # a table of a newer release may name another
 
     def choose(
         self,

@@ -29,6 +29,7 @@ from twisted.logger import Logger
 
 from llmgw.router.errors import Refusal, date, error_body, error_head, reason_phrase
 from llmgw.router.request import (
+    LISTS,
     MAX_FIELDS,
     MAX_HEAD,
     ONCE,
@@ -213,6 +214,8 @@ class ServerConnection(asyncio.Protocol):
         if name in OURS:
             if name in request.ours:
                 self._twice = self._twice or name in ONCE
+                if name in LISTS:
+                    value = request.ours[name] + b"," + value
             request.ours[name] = value
         else:
             request.fields.append((name, value))

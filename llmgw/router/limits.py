@@ -147,6 +147,11 @@ class Allowance:
         )
 
 
+def is_limited(key: KeyEntry) -> bool:
+    """Whether a key has any limit; only then it has a row."""
+    return any(limit is not None for limit in (key.rpm, key.tpm, key.tpd, key.concurrency))
+
+
 def row_name(key: KeyEntry) -> str:
     """The name of the scoreboard row in which a key counts."""
     return f"team/{key.team}" if key.team else f"key/{key.id}"

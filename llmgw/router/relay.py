@@ -24,7 +24,7 @@ from llmgw.router.request import Field, Request
 from llmgw.router.routes import Caller, Served
 from llmgw.router.scoreboard import LIVE
 from llmgw.router.surface import Call
-from llmgw.router.upstream import EngineConnection, Upstream
+from llmgw.router.upstream import EngineConnection, NoHttp, Upstream
 from llmgw.router.usage import Usage
 
 if TYPE_CHECKING:
@@ -233,7 +233,8 @@ class Exchange:
             self._door.accounts.stale()
             self._connect(_monotonic())
         else:
-            self._failed("reset", f"closed the connection before it answered{f' ({error})' if error else ''}")
+            what = "answered what is no HTTP/1.1" if isinstance(error, NoHttp) else "closed the connection before it answered"
+            self._failed("reset", what + (f" ({error})" if error else ""))
 
     def _failed(self, kind: str, text: str, status: int = 502) -> None:
         """This endpoint did not answer: try another one, or say so."""

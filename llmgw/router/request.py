@@ -18,6 +18,7 @@ OURS = frozenset(
     b"x-session-id x-forwarded-for x-forwarded-host x-forwarded-proto x-real-ip forwarded".split()
 )
 ONCE = frozenset((b"host", b"authorization", b"x-api-key", b"content-length", b"expect"))
+LISTS = frozenset((b"connection", b"x-forwarded-for"))  # several fields mean the same as one with all of them
 _PLAIN_CONNECTION = frozenset((b"", b"keep-alive", b"close", b"upgrade", b"http2-settings", b"te"))
 
 Field = tuple[bytes, bytes]

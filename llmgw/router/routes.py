@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from llmgw.router.admission import Line, WaitingRoom
 from llmgw.router.choose import Group
-from llmgw.router.limits import Allowance
+from llmgw.router.limits import Allowance, is_limited
 from llmgw.router.prefixes import Hints, Prefixes
 from llmgw.router.scoreboard import Scoreboard
 from llmgw.router.table import KeyEntry, RoutedModel, Table
@@ -72,7 +72,7 @@ class Caller:
         self.replaced = until is not None
         self.ends = min((end for end in (entry.expires, until) if end is not None), default=None)
         self.high = entry.priority > 0
-        self.limited = any(limit is not None for limit in (entry.rpm, entry.tpm, entry.tpd, entry.concurrency))
+        self.limited = is_limited(entry)
         self.allowance = Allowance(entry, board, servers)
 
 

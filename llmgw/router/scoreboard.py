@@ -44,11 +44,12 @@ from pathlib import Path
 
 from llmgw.errors import LlmgwError
 from llmgw.router import windows
-from llmgw.router.sharedfile import Absent, locked, map_file, new_file, started
+from llmgw.router.sharedfile import Absent, locked, map_open, new_file, open_file, started
 from llmgw.router.sharedfile import shared_file as shared_file
 
 MAGIC = 0x6C6C6D6777_01
 WIDTH = 8
+ROWS, COLUMNS = 16_384, 32
 ZEROS = memoryview(bytes(WIDTH * 8)).cast("q")
 HEAD_CELLS = 64
 OWNER_CELLS = 8
@@ -74,34 +75,45 @@ class Scoreboard:
 
     @ivar own: this process's column; index it with a row (plus a cell).
     @ivar mine: what is said of the column as a whole: L{LIVE} and L{RETRYING} are the worker's to count.
+    @ivar descriptor: of the file, for workers to inherit.
     @ivar others: the columns in use that belong to other processes, the server's last.
     """
 
-    def __init__(self, path: Path, column: int, rows: int = 8192, columns: int = 32) -> None:
+    def __init__(self, path: Path, column: int, rows: int = ROWS, columns: int = COLUMNS, descriptor: int | None = None) -> None:
         """Map an existing file. The server uses L{create}, a worker L{attach}.
 
+        @param descriptor: of the file, where it is open already; it is ours from now on.
         @raise Absent: there is no such file of this layout.
         """
         self.path, self.column, self.rows, self.columns = path, column, rows, columns
         cells = HEAD_CELLS + columns * OWNER_CELLS + rows * 2 + columns * rows * WIDTH
-        self._map = map_file(path, cells * 8)
+        self.descriptor = open_file(path) if descriptor is None else descriptor
+        try:
+            self._map = map_open(self.descriptor, path, cells * 8)
+        except Absent:
+            os.close(self.descriptor)
+            raise
         self._cells = memoryview(self._map).cast("q")
         self._owners = HEAD_CELLS
         self._directory = self._owners + columns * OWNER_CELLS
         self._first = self._directory + rows * 2
         if list(self._cells[:3]) != [MAGIC, rows, columns]:
+            self._cells.release()
+            self._map.close()
+            os.close(self.descriptor)
             raise Absent(f"{path}: is a scoreboard of another layout")
         self._fence = threading.Lock()
         self._mark = -1
         self._rows: dict[str, int] = {}
-        self._numbers: dict[int, int] | None = None
+        self._numbers: dict[int, int] = {}
+        self._revision = -1
         self.own = self.view(column)
         self.mine = self._cells[self._owner(column) : self._owner(column) + OWNER_CELLS]
         self.others: list[memoryview[int]] = []
         self._look()
 
     @classmethod
-    def create(cls, path: Path, rows: int = 8192, columns: int = 32) -> Scoreboard:
+    def create(cls, path: Path, rows: int = ROWS, columns: int = COLUMNS) -> Scoreboard:
         """The server's view: of the file that is there, else of a new one."""
         with locked(path):
             try:
@@ -118,9 +130,14 @@ class Scoreboard:
             return board
 
     @classmethod
-    def attach(cls, path: Path, column: int, rows: int = 8192, columns: int = 32) -> Scoreboard:
-        """A worker's view, with the column that its server claimed for it."""
-        board = cls(path, column, rows, columns)
+    def attach(
+        cls, path: Path, column: int, rows: int = ROWS, columns: int = COLUMNS, descriptor: int | None = None
+    ) -> Scoreboard:
+        """A worker's view, with the column that its server claimed for it.
+
+        @param descriptor: the server's, of the same file, so that a file that somebody has removed does not keep workers away.
+        """
+        board = cls(path, column, rows, columns, descriptor)
         board.set_owner(column, os.getpid())
         return board
 
@@ -130,6 +147,7 @@ class Scoreboard:
             view.release()
         self.others = []
         self._map.close()
+        os.close(self.descriptor)
 
     def view(self, column: int) -> memoryview[int]:
         """The cells of one column."""
@@ -221,12 +239,10 @@ class Scoreboard:
         return row
 
     def _number(self, mark: int) -> int | None:
-        """Which row has this mark. The server, which alone writes marks, is asked at every report: it remembers them."""
-        if self.column:
-            marks = self._marks()
-            return marks.index(mark) if mark in marks else None
-        if self._numbers is None:
-            self._numbers = {known: number for number, known in enumerate(self._marks())}
+        """Which row has this mark. All marks are read once for each change of them, since a table asks for thousands."""
+        if self._revision != self._cells[REVISION]:
+            self._revision = self._cells[REVISION]
+            self._numbers = {known: number for number, known in enumerate(self._marks()) if known}
         return self._numbers.get(mark)
 
     def _marks(self) -> list[int]:
@@ -256,7 +272,7 @@ class Scoreboard:
             at = self._directory + number * 2
             self._cells[at + 1] = self._cells[at + 1] or version
         self._rows = assigned
-        self._numbers = None
+        self._cells[REVISION] += 1
         self.sweep()
         return dict(assigned)
 
@@ -279,7 +295,7 @@ class Scoreboard:
                 for column in (self.own, *self.others):
                     column[row : row + WIDTH] = ZEROS
                 freed.append(number)
-        self._numbers = None
+        self._cells[REVISION] += bool(freed)
         return freed
 
     # Columns.
@@ -338,9 +354,18 @@ class Scoreboard:
                 pid = self._cells[at + PID]
                 if column != self.column and pid and started(pid) == self._cells[at + STARTED]:
                     return False
+            if not self._named():
+                return False
             for path in (self.path, *beside):
                 path.unlink(missing_ok=True)
         return True
+
+    def _named(self) -> bool:
+        """Whether our file is the one at our path: a newer release's, with more rows, may have taken its place."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return False
 
     def acknowledge(self, version: int) -> None:
         """A worker routes by table C{version} now and has nothing more to do with rows that it does not hold."""

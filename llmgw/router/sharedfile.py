@@ -66,22 +66,35 @@ def started(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def open_file(path: Path) -> int:
+    """A descriptor of the file at this path.
+
+    @raise Absent: there is none that we may open.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise Absent(f"{path}: cannot be opened: {error.strerror}") from None
+
+
 def map_file(path: Path, size: int) -> mmap.mmap:
     """Map C{size} bytes of C{path}, which must be ours and of that size.
 
     @raise Absent: it is not.
     """
+    descriptor = open_file(path)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise Absent(f"{path}: cannot be opened: {error.strerror}") from None
-    try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.getuid() or status.st_size != size:
-            raise Absent(f"{path}: has {status.st_size} bytes, not {size}, or is not ours")
-        return mmap.mmap(descriptor, size)
+        return map_open(descriptor, path, size)
     finally:
         os.close(descriptor)
+
+
+def map_open(descriptor: int, path: Path, size: int) -> mmap.mmap:
+    """The same of a file that is open already, and may have lost its C{path} since."""
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or status.st_size != size:
+        raise Absent(f"{path}: has {status.st_size} bytes, not {size}, or is not ours")
+    return mmap.mmap(descriptor, size)
 
 
 def new_file(path: Path, size: int, first: bytes) -> None:

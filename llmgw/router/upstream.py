@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import httptools
 from twisted.logger import Logger
 
+from llmgw.errors import LlmgwError
 from llmgw.router.choose import Candidate
 from llmgw.router.errors import ANTHROPIC
 from llmgw.router.request import Field
@@ -30,6 +31,7 @@ from llmgw.router.usage import MARKS
 LENGTH = "length"
 CHUNKED = "chunked"
 UNTIL_CLOSE = "until close"
+OTHER = "other"
 MAX_ANSWER_HEAD = 64 * 1024
 ONE_WRITE = 64 * 1024
 EVENT_END = b"\n\n\r\n"
@@ -59,6 +61,10 @@ def _notable(data: bytes) -> bool:
     if _USAGE in data or _SPACED_USAGE in data:
         return True
     return data.find(b"error", 0, _FIRST_WORDS) >= 0 or data.find(b".failed", 0, _FIRST_WORDS) >= 0
+
+
+class NoHttp(LlmgwError):
+    """An engine answered what is no HTTP/1.1 as it is spoken here; the text says what is wrong."""
 
 
 class Reader(Protocol):
@@ -158,16 +164,22 @@ class EngineConnection(asyncio.Protocol):
         self.client.moved += 1
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._broken(error)
+        except httptools.HttpParserUpgrade:
+            self._broken(NoHttp("it wants to speak another protocol"))
+            return
+        except httptools.HttpParserError as error:
+            self._broken(NoHttp(str(error.__context__ or error)))
             return
         if not self._status:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_ANSWER_HEAD:
-                self._broken(ValueError(f"the head of its answer is larger than {MAX_ANSWER_HEAD} bytes"))
+                self._broken(NoHttp(f"the head of its answer is larger than {MAX_ANSWER_HEAD} bytes"))
             return
         if not self._framing:
             self._framing = self._find_framing()
+            if self._framing == OTHER:
+                self._broken(NoHttp("the only transfer coding taken is `chunked`"))
+                return
             reader.answer(self._status, self._fields, self._framing)
         if self.reader is reader and (self._pieces or self._complete):
             pieces, self._pieces = self._pieces, []
@@ -236,7 +248,7 @@ class EngineConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """A response begins; a second one to the same request is none of ours."""
         if self._complete:
-            raise ValueError("it answered twice")
+            raise NoHttp("it answered twice")
         self._fields = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -247,16 +259,18 @@ class EngineConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         """The head is whole. 1xx are steps on the way and not passed on."""
         status: int = self._parser.get_status_code()
+        if self._parser.get_http_version() not in ("1.1", "1.0") or not 100 <= status < 600:
+            raise NoHttp(f"its answer begins with HTTP/{self._parser.get_http_version()} {status}")
         if status >= 200:
             self._status = status
 
     def _find_framing(self) -> str:
         framing = UNTIL_CLOSE
-        for name, _ in self._fields:
+        for name, value in self._fields:
             if name == b"content-length":
                 framing = LENGTH
             elif name == b"transfer-encoding":
-                return CHUNKED
+                framing = CHUNKED if value.lower() == b"chunked" and framing == UNTIL_CLOSE else OTHER
         return framing
 
     def on_chunk_header(self) -> None:

@@ -112,7 +112,7 @@ class Worker:
         self._offer: Offer | None = None
         self._tls = server_context(options.certificate, options.key) if options.certificate else None
         self._files = (options.certificate, options.key)
-        self.board = Scoreboard.attach(shared_file(self._folder, "scoreboard"), options.column)
+        self.board = Scoreboard.attach(shared_file(self._folder, "scoreboard"), options.column, descriptor=options.board)
         self.access = AccessLog(None, ThreadPoolExecutor(1, "access"))
         self.accounts = Accounts(self.access)
         prefixes = Prefixes(shared_file(self._folder, "prefixes"))
@@ -159,11 +159,20 @@ class Worker:
             self.channel.send("refused", version=0, text=str(error))
             return
         if table is not None and table.version >= self.door.routes.table.version:
-            self.door.use(Routes(table, self.shared, self.door.routes))
+            try:
+                routes = Routes(table, self.shared, self.door.routes)
+                proxies = Proxies(table.trusted_proxies)
+            except Exception:
+                self.log.failure("Routing table {version} cannot be used, the one before stays", version=table.version)
+                self.channel.send(
+                    "refused", version=table.version, text=f"table {table.version} cannot be used; its log says why"
+                )
+                return
+            self.door.use(routes)
             self.accounts.forget({one.id for one in table.endpoints})
             self.board.acknowledge(table.version)
             self.access.path = Path(table.access_log) if table.access_log else None
-            self.access.proxies = Proxies(table.trusted_proxies)
+            self.access.proxies = proxies
 
     # The channel.
 
@@ -332,6 +341,7 @@ def options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--generation", type=int, required=True)
     parser.add_argument("--column", type=int, required=True)
     parser.add_argument("--channel", type=int)
+    parser.add_argument("--board", type=int)
     parser.add_argument("--certificate", type=Path)
     parser.add_argument("--key", type=Path)
     parser.add_argument("--listen", type=int, action="append", required=True)

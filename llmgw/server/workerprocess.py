@@ -114,7 +114,7 @@ class Place(ProcessProtocol):
             self.reactor.adoptStreamConnection(ours.fileno(), socket.AF_UNIX, _ChannelFactory(self._channel))
             first = 4
             listening = range(first, first + len(self.sockets))
-            descriptors = {0: null, 1: 1, 2: 2, 3: theirs.fileno()}
+            descriptors = {0: null, 1: 1, 2: 2, 3: theirs.fileno(), first + len(listening): self.board.descriptor}
             descriptors |= {number: one.fileno() for number, one in zip(listening, self.sockets, strict=True)}
             self._since = self._last_heard = self.reactor.seconds()
             self.ended = False
@@ -129,6 +129,7 @@ class Place(ProcessProtocol):
     def _argv(self, listening: list[int]) -> list[str]:
         argv = [sys.executable, "-m", "llmgw.router.worker", "--folder", str(self.folder)]
         argv += ["--generation", str(self.generation), "--column", str(self._column), "--channel", "3"]
+        argv += ["--board", str(3 + len(listening) + 1)]
         for number in listening:
             argv += ["--listen", str(number)]
         if self.tls is not None:

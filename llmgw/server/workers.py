@@ -31,7 +31,7 @@ from llmgw.router.channel import Message
 from llmgw.router.corrections import Corrections
 from llmgw.router.handover import collect, offers
 from llmgw.router.histogram import add_up
-from llmgw.router.limits import row_name
+from llmgw.router.limits import is_limited, row_name
 from llmgw.router.prefixes import Prefixes
 from llmgw.router.scoreboard import ELSEWHERE, WAITING, Scoreboard, shared_file
 from llmgw.router.table import Table, read_table, write_table
@@ -192,7 +192,7 @@ class RouterWorkers:
     def _settled(self, table: Table) -> Table:
         """The table with what is not the controller's to say: rows, and the router's settings."""
         names = [f"endpoint/{one.id}" for one in table.endpoints] + [f"model/{model.name}" for model in table.models]
-        names += [f"key/{key.id}" for key in table.keys] + [f"team/{key.team}" for key in table.keys if key.team]
+        names += [row_name(key) for key in table.keys if is_limited(key)]
         rows = self._board.assign(names, (self.table.version if self.table is not None else 0) + 1)
         self._corrections.route([rows[f"endpoint/{one.id}"] for one in table.endpoints])
         settings = self._settings

@@ -46,11 +46,11 @@ class Endless(threading.Thread):
     @ivar whole: how many it has had; C{broken} is what was wrong with the first that was not whole.
     """
 
-    def __init__(self, port: int, model: str = "m", tokens: int = 60) -> None:
+    def __init__(self, port: int, model: str = "m", tokens: int = 60, key: str = "") -> None:
         super().__init__(daemon=True)
         self.whole = 0
         self.broken = ""
-        self._ask, self._over = (port, model, tokens), threading.Event()
+        self._ask, self._over = (port, model, tokens, key), threading.Event()
         self._stream: Stream | None = None
         self.start()
 

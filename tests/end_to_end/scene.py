@@ -40,20 +40,24 @@ def servers(tmp_path, request, postgres, names, lease):
 
 
 class Scene:
-    """@ivar at_most: how long a new leader may take after a crash: the lease, a look at the row, and room for a busy machine."""
+    """C{keyed}: routers want a key, which is C{key}.
 
-    def __init__(self, servers: Servers, nodes: int = 1, more: str = "") -> None:
+    @ivar at_most: how long a new leader may take after a crash: the lease, a look at the row, and room for a busy machine."""
+
+    def __init__(self, servers: Servers, nodes: int = 1, more: str = "", keyed: bool = False) -> None:
         self.servers, self.nodes = servers, [f"n{number + 1}" for number in range(nodes)]
         self.at_most = servers.lease * 1.1 + 2.0
         spread = "      place: {spread: true}\n"
         models = fake_model("m", nodes, "--interval", "0.05", "--events", "60", more=spread) + more
-        self.leader, self.other = servers.start_all(models)
+        self.leader, self.other = servers.start_all(models, ", keys: required" if keyed else "")
+        created = servers.fleets[self.leader].llmgw("key", "create", "c", "--json") if keyed else "{}"
+        self.key = json.loads(created).get("key", "")
         for node in self.nodes:
             servers.start_agent(node)
         self.before = self.pids(self.leader)
         for fleet in servers.fleets.values():
-            until(lambda fleet=fleet: fleet.ask()[0] == 200, "every standby routes")
-        self.clients = {name: Endless(fleet.router) for name, fleet in servers.fleets.items()}
+            until(lambda fleet=fleet: fleet.ask(key=self.key)[0] == 200, "every standby routes")
+        self.clients = {name: Endless(fleet.router, key=self.key) for name, fleet in servers.fleets.items()}
         for client in self.clients.values():
             until(client.streams, "a client streams")
         self.leader, self.epoch = servers.leader()

@@ -43,10 +43,10 @@ class Servers:
         path.write_text(text.replace("pki/cp1.", f"pki/{name}.") + "state: state\n")
         fleet.daemon("server", "server", path)
 
-    def start_all(self, models: str) -> tuple[str, str]:
+    def start_all(self, models: str, router: str = "") -> tuple[str, str]:
         """All at once, on an empty database; who leads, and one that does not."""
         for name in self.fleets:
-            self.start(name, models)
+            self.start(name, models, router)
         until(lambda: all(self.server(name) for name in self.fleets), "all answer", 40.0)
         leader, _ = self.leader()
         return leader, next(name for name in self.fleets if name != leader)

@@ -93,21 +93,24 @@ def load(tokens=5, running=1, waiting=0):
     return EngineLoad(running, waiting, None, tokens)
 
 
-@pytest.mark.parametrize("what", ["tokens", "output", "no requests", "tokens unknown", "requests wait"])
+BUSY = {
+    "tokens": (load(6), 10, 4), "output": (load(), 11, 4), "no requests": (load(running=0), 10, 4),
+    "tokens unknown": (load(None), 10, 4), "requests wait": (load(waiting=1), 10, 4), "full": (load(running=4), 10, 4),
+    "places unknown": (load(), 10, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BUSY)
 def test_what_is_busy_is_not_doubted(what):
-    """Requests that make neither tokens nor output for a minute are doubtful; each sign of life ends that."""
+    """Requests that make neither tokens nor output for a minute are doubtful; each sign of life ends that, fullness delays it."""
     still = Stillness()
-    still.saw(0.0, load(), 10)
-    still.saw(1.0, load(), 10)
+    still.saw(0.0, load(), 10, 4)
+    still.saw(1.0, load(), 10, 4)
     assert not still.doubtful(60.9)
     assert still.doubtful(61.0)
-    seen = {
-        "tokens": (load(6), 10), "output": (load(), 11), "no requests": (load(running=0), 10),
-        "tokens unknown": (load(None), 10), "requests wait": (load(waiting=1), 10),
-    }[what]  # fmt: skip
-    still.saw(61.0, *seen)
+    still.saw(61.0, *BUSY[what])
     assert not still.doubtful(62.0)
-    assert still.doubtful(601.0) == (what == "requests wait")
+    assert still.doubtful(601.0) == (what in ("requests wait", "full", "places unknown"))
 
 
 @pytest.fixture
@@ -132,7 +135,7 @@ def post(shard, path, asked):
 async def test_an_engine_that_is_well_but_makes_no_token_is_ended_as_hung(rig, monkeypatch):
     """Health and metrics answer, a request makes no token: one token is asked for in vain three times, then it is ended."""
     monkeypatch.setattr("llmgw.agent.observer.EVERY", 0.1)
-    monkeypatch.setattr("llmgw.agent.progress.STILL", 0.3)
+    monkeypatch.setattr("llmgw.agent.progress.STILL_FULL", 0.3)
     monkeypatch.setattr("llmgw.agent.progress.HUNG_AFTER", 0.5)
     monkeypatch.setattr("llmgw.agent.probe.DEEP", 0.1)
     shard = await rig.ready()
@@ -148,7 +151,7 @@ async def test_an_engine_that_is_well_but_makes_no_token_is_ended_as_hung(rig, m
 async def test_an_engine_that_is_only_slow_is_asked_and_left_alone(rig, monkeypatch):
     """Between two tokens of a request passes more than what is doubtful; it makes the one that is asked for, so it lives."""
     monkeypatch.setattr("llmgw.agent.observer.EVERY", 0.05)
-    monkeypatch.setattr("llmgw.agent.progress.STILL", 0.2)
+    monkeypatch.setattr("llmgw.agent.progress.STILL_FULL", 0.2)
     monkeypatch.setattr("llmgw.agent.progress.HUNG_AFTER", 0.1)
     shard = await rig.ready("--interval", "1.5")
     asked = []

@@ -165,7 +165,7 @@ class Observer:
             return
         problem = await self._probe.healthy(intent)
         await self._ask_load(intent)
-        self._still.saw(self._reactor.seconds(), self.load, written(self._watched.folder.path))
+        self._still.saw(self._reactor.seconds(), self.load, written(self._watched.folder.path), intent.limit)
         if not problem and self._still.doubtful(self._reactor.seconds()):
             problem = await self._probe.works(intent)
         before = self.health.healthy

@@ -51,18 +51,19 @@ class StartDeadline:
 @define
 class Stillness:
     """An engine that has requests and makes nothing of them, no token and no output, for 60 s may hang although it says that it
-    is well; for 10 minutes, if requests wait in it: then a long prompt of each may be why, and it has no place to try.
+    is well; for 10 minutes, unless it surely has a place free: a token asked of a full one waits, and says nothing.
     """
 
     since: float | None = None
-    _waits: bool = False
+    _full: bool = False
     _tokens: int | None = None
     _written: int = 0
 
-    def saw(self, now: float, load: EngineLoad, written: int) -> None:
-        """What it says of itself; of one that tells no tokens nothing can be said."""
+    def saw(self, now: float, load: EngineLoad, written: int, limit: int | None) -> None:
+        """What it says of itself, and how many requests it runs at once; of one that tells no tokens nothing can be said."""
         moved = load.tokens != self._tokens or written != self._written or not load.running or load.tokens is None
-        self._tokens, self._written, self._waits = load.tokens, written, bool(load.waiting)
+        self._tokens, self._written = load.tokens, written
+        self._full = bool(load.waiting) or limit is None or (load.running or 0) >= limit
         if moved:
             self.since = None
         elif self.since is None:
@@ -70,7 +71,7 @@ class Stillness:
 
     def doubtful(self, now: float) -> bool:
         """Whether to try if it still works."""
-        return self.since is not None and now - self.since >= (STILL_FULL if self._waits else STILL)
+        return self.since is not None and now - self.since >= (STILL_FULL if self._full else STILL)
 
 
 @define

@@ -31,6 +31,7 @@ _WAITING = ("vllm:num_requests_waiting", "llamacpp:requests_deferred", "sglang:n
 _KV = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 _TOKENS = (
     "vllm:generation_tokens_total",
+    "llamacpp:n_decode_total",  # that of its tokens stands still until a request has ended
     "llamacpp:tokens_predicted_total",
     "sglang:generation_tokens_total",
     "llmgw:tokens_total",

@@ -1,0 +1,65 @@
+"""A replica of several shards after one of them was lost: nothing starts before all of it is gone, and then with fresh ports."""
+
+from __future__ import annotations
+
+import pytest
+from attrs import evolve
+
+from llmgw.fleet.model import Parallel
+from llmgw.fleet.shard import Allocation, ShardState, Wanted
+from llmgw.planning.orders import orders
+from llmgw.planning.reconcile import reconcile
+from tests.test_planning_reconcile import NOW, PROFILE, model, node, report, shard, told, world
+
+GANG = evolve(PROFILE, parallel=Parallel(nodes=2))
+
+
+def rank(number, state, name, **more):
+    """One of two shards on two nodes, with a port for HTTP and one for the rendezvous."""
+    given = Allocation(
+        name, rank=number, nodes=2, ports=(20001, 20002), head="a", head_port=20002, peers=("a", "b"), address=name
+    )
+    known = {"rank": number, "nodes": ("a", "b"), "generation": GANG.generation("m"), "profile": GANG, "allocation": given}
+    record = shard(1, state, name, **(known | more))
+    return evolve(record, shard=f"m/1/{number}")
+
+
+def plan(*records, reports=()):
+    """Both nodes are there; what they report is given by node."""
+    says = {"a": told(), "b": told(), **dict(reports)}
+    nodes = {name: node(name) for name in "ab"}
+    return reconcile(world(*records, models=[model(profile=GANG)], nodes=nodes, told=says))
+
+
+def test_one_rank_lost_stops_the_other_which_says_why():
+    """Rank 1 has failed; rank 0, which serves, is told to stop, and is to be started again with it."""
+    ranks = rank(0, ShardState.READY, "a"), rank(1, ShardState.READY, "b")
+    serves = evolve(report(), shard="m/1/0", generation=GANG.generation("m"))
+    fell = evolve(serves, shard="m/1/1", state=ShardState.FAILED, reason="rank 1 fell", rank=1)
+    outcome = plan(*ranks, reports={"a": told(serves), "b": told(fell)}.items())
+    head, other = outcome.shards["m/1/0"], outcome.shards["m/1/1"]
+    assert other.state is ShardState.BACKOFF and head.state is ShardState.STOPPING
+    assert head.wanted is Wanted.STOP and head.next_at == other.next_at
+    assert head.reason == "m/1/1 ended, and they run together"
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["its memory is not back", "all is gone"])
+def test_both_start_again_only_when_nothing_is_left_and_with_other_ports(gone):
+    """While rank 0 stops, which lasts until its memory is back, nothing starts; then both do, at a rendezvous of their own."""
+    ended = evolve(report(), shard="m/1/0", generation=GANG.generation("m"))
+    ended = evolve(ended, state=ShardState.STOPPED if gone else ShardState.STOPPING)
+    head = rank(0, ShardState.STOPPING, "a", wanted=Wanted.STOP, next_at=NOW - 1, crashes=(NOW - 20,))
+    fell = rank(1, ShardState.BACKOFF, "b", next_at=NOW - 1, crashes=(NOW - 20,), url="")
+    outcome = plan(head, fell, reports={"a": told(ended)}.items())
+    found = [outcome.shards[f"m/1/{number}"] for number in (0, 1)]
+    if not gone:
+        assert [record.attempt for record in found] == [1, 1] and found[1].state is ShardState.BACKOFF
+        return
+    assert [record.state for record in found] == [ShardState.PLACED, ShardState.PLACED]
+    assert [record.attempt for record in found] == [2, 2]
+    used = {port for record in found for port in record.allocation.ports}
+    assert used.isdisjoint({20001, 20002})
+    rendezvous = {record.allocation.head_port for record in found}
+    assert rendezvous == {found[0].allocation.ports[1]}
+    sent = orders(outcome.shards.values(), outcome.nodes, frozenset(), world().timing)
+    assert {order.allocation.head_port for listed in sent.values() for order in listed} == rendezvous

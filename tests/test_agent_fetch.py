@@ -99,6 +99,8 @@ async def test_a_model_is_downloaded_verified_and_found(rig_of):
     assert (done.bytes, done.error, done.text.startswith("done (1.0 MiB)")) == (done.total, "", True)
     found = rig.found()
     assert (found.found, found.revision, found.config) == (True, COMMIT, {"model_type": "tiny"})
+    modes = {path.stat().st_mode & 0o777 for path in rig.blobs.iterdir()}
+    assert modes == {0o644}, "an engine may run as another user"
     assert not rig.hub.gets("pytorch_model.bin") and json.loads(rig.path.read_text()) == []
 
 

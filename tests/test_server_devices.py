@@ -99,6 +99,28 @@ async def test_h8_a_lost_device_is_cordoned_by_itself_until_it_is_well(rig_of):
 
 
 @pytest_twisted.ensureDeferred
+async def test_h8_an_engine_whose_device_is_lost_is_not_tried_there_again(rig_of):
+    """H8: it starts on another device of the node at once; where there is none, it waits and says for what."""
+    rig = await rig_of(model("m", 1))
+    agent = rig.link("a", 2)
+    await rig.ready("m")
+    first, second = agent.facts().inventory.devices
+    (engine,) = agent.running()
+    lost = next(device for device in (first, second) if device.uuid in engine.order.allocation.devices)
+    say(rig, "a", *(evolve(one, missing_since=1000.0) if one is lost else one for one in (first, second)))
+    agent.die(engine, 0.0, "CUDA error: device lost")
+    await rig.until(lambda: [one for one in agent.running() if lost.uuid not in one.order.allocation.devices], "moved")
+    await rig.ready("m")
+    say(rig, "a", *(evolve(one, missing_since=1000.0) for one in (first, second)))
+    agent.die(agent.running()[0], 0.0, "CUDA error: device lost")
+    await rig.until(lambda: "is not started again where it was: gpu" in str(rig.server.controller.outcome.notes), "waits")
+    attempts = [record.attempt for record in rig.server.controller.truth.shards.values() if record.allocation]
+    say(rig, "a", first, second)
+    await rig.ready("m")
+    assert attempts == [1]
+
+
+@pytest_twisted.ensureDeferred
 async def test_an_operators_cordon_outlives_the_devices_recovery(rig_of):
     """It was closed by somebody, so somebody opens it."""
     rig = await rig_of()

@@ -157,8 +157,8 @@ class Checks:
     def _check_devices(self, order: ShardOrder) -> None:
         wanted, there = set(order.allocation.devices), self._equipment.inventory
         for device in there.devices if there else ():
-            if device.uuid in wanted and device.problem:
-                raise CannotStart("device_sick", f"device {device.uuid} (gpu {device.index}): {device.problem}")
+            if device.uuid in wanted and (why := device.problem or "missing" * (device.missing_since is not None)):
+                raise CannotStart("device_sick", f"device {device.uuid} (gpu {device.index}): {why}")
         known = {device.uuid for device in there.devices} if there and there.devices else wanted
         if missing := wanted - known:
             raise CannotStart("device_missing", f"{self.settings.node} has no device {', '.join(sorted(missing))}")

@@ -288,6 +288,8 @@ def obey(download: Download) -> None:
 
 def main() -> None:
     """See the module."""
+    # The agent's own is 077; engines may run as another user, and have to read the weights.
+    os.umask(0o022)
     order = json.loads(sys.stdin.readline())
     try:
         hub = load()

@@ -28,6 +28,11 @@ class DeviceCordon:
         """Whether it opens again as soon as the device is well."""
         return not self.by
 
+    @property
+    def text(self) -> str:
+        """Why, for people."""
+        return self.reason if self.by_itself else f"cordoned by {self.by}" + f": {self.reason}" * bool(self.reason)
+
 
 @frozen
 class NodeRecord:

@@ -6,10 +6,12 @@ closed device goes on: only placement looks at this.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import evolve
 
 from llmgw.fleet.node import Device
-from llmgw.fleet.records import DeviceCordon, NodeRecord
+from llmgw.fleet.records import DeviceCordon, NodeRecord, ShardRecord
 from llmgw.planning.world import Draft
 
 
@@ -22,6 +24,18 @@ def explained(device: Device) -> str:
     """The same with what the kernel's log has of it."""
     why = trouble(device)
     return f"{why} ({device.kernel_log})" if why and device.kernel_log else why
+
+
+def closed_device(draft: Draft, shards: Iterable[ShardRecord]) -> str:
+    """Which of the devices of these shards takes nothing new, and why; empty where all do."""
+    for allocation in (shard.allocation for shard in shards if shard.allocation):
+        node = draft.nodes.get(allocation.node)
+        for device in node.facts.inventory.devices if node and node.facts else ():
+            cordons = node.device_cordons if node else {}
+            closed = cordons.get(device.uuid) or (cordons.get(device.parent) if device.parent else None)
+            if device.uuid in allocation.devices and closed is not None:
+                return f"gpu {device.index} on {allocation.node}: {closed.text}"
+    return ""
 
 
 def follow_devices(draft: Draft) -> None:

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
-from llmgw.fleet.records import DeviceCordon, NodeRecord, ShardRecord
+from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState, replica_of
 from llmgw.fleet.units import show_duration
 from llmgw.planning.checks import Want
@@ -88,11 +88,6 @@ def _stray(report: ShardReport) -> Claim:
     )
 
 
-def told_cordon(cordon: DeviceCordon) -> str:
-    """Why a device is closed, for people."""
-    return cordon.reason if cordon.by_itself else f"cordoned by {cordon.by}" + f": {cordon.reason}" * bool(cordon.reason)
-
-
 def _candidate(world: World, node: NodeRecord, claims: list[Claim]) -> Candidate:
     state, note = node.state, ""
     if state is NodeState.READY and node.name not in world.told:
@@ -108,7 +103,7 @@ def _candidate(world: World, node: NodeRecord, claims: list[Claim]) -> Candidate
         state,
         note,
         cordoned=node.cordoned and not node.draining,
-        device_cordons={uuid: told_cordon(cordon) for uuid, cordon in node.device_cordons.items()},
+        device_cordons={uuid: cordon.text for uuid, cordon in node.device_cordons.items()},
         draining=node.draining,
         quarantined=in_quarantine(node, world.now),
         claims=tuple(claims),

@@ -16,6 +16,7 @@ from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import ShardState, Wanted, replica_id, replica_of, shard_id
 from llmgw.planning.checks import SEARCHING, Want
+from llmgw.planning.devices import closed_device
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import leaving, ledger, want
 from llmgw.planning.lifecycle import in_quarantine
@@ -261,18 +262,25 @@ def _retry(work: Work, model: Model, good: list[Replica]) -> None:
             continue
         often = replica.crashes and len(replica.crashes) % MOVE_AFTER == 0
         barred = any(in_quarantine(draft.nodes[name], draft.world.now) for name in replica.nodes)
-        if (often or barred) and _move(work, model, replica):
+        if closed := closed_device(draft, replica.shards):
+            # What was refused is left to be explained: there is nothing else to do for it.
+            if not _move(work, model, replica, {}, f"{closed}; moved", keep=True):
+                work.notes[model.name] = f"{replica.id} is not started again where it was: {closed}"
+            continue
+        until = dict.fromkeys(replica.nodes, draft.world.now + EXCLUDE_FOR)
+        why = f"it failed {len(replica.crashes)} times on {', '.join(replica.nodes)}; moved"
+        if (often or barred) and _move(work, model, replica, until, why):
             continue
         _again(work, model, replica)
 
 
-def _move(work: Work, model: Model, replica: Replica) -> bool:
-    until = work.draft.world.now + EXCLUDE_FOR
+def _move(work: Work, model: Model, replica: Replica, excluded: Mapping[str, float], why: str, keep: bool = False) -> bool:
+    """Place it elsewhere, if there is room; C{keep} has the refusal stay for people."""
     before = work.pending.get(model.name)
-    if start(work, model, replica, dict.fromkeys(replica.nodes, until)):
-        leave(work.draft, replica, f"it failed {len(replica.crashes)} times on {', '.join(replica.nodes)}; moved")
+    if start(work, model, replica, excluded):
+        leave(work.draft, replica, why)
         return True
-    if before is None:
+    if before is None and not keep:
         work.pending.pop(model.name, None)
     return False
 

@@ -72,9 +72,7 @@ def _trouble(device: Device) -> str:
 
 def _cordoned(record: NodeRecord, device: Device) -> str:
     found = record.device_cordons.get(device.uuid)
-    if found is None or found.by_itself:
-        return ""
-    return f"cordoned by {found.by}" + f": {found.reason}" * bool(found.reason)
+    return found.text if found is not None and not found.by_itself else ""
 
 
 def _claimed(device: Device, held: list[ShardRecord]) -> int | None:

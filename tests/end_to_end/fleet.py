@@ -63,7 +63,7 @@ def processes(marker: str) -> dict[int, str]:
 
 
 def queued(pid: int) -> float:
-    """Seconds that the threads of a process have been ready to run and had no processor; 0 when it is gone (proc(5), schedstat)."""
+    """Seconds that the threads of a process have been ready to run and had no processor; 0 when it is gone (schedstat)."""
     total = 0
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -45,20 +45,21 @@ def test_a_key_that_others_can_read(fleet):
         assert key in text and "chmod" in text and "Traceback" not in text
 
 
+@pytest.mark.parametrize(("kind", "config", "name"), [("server", "server.yaml", "cp1"), ("agent", "n1.yaml", "n1")])
 @pytest.mark.parametrize("fault", ["missing", "mismatched"])
-def test_a_missing_or_mismatched_key(fleet, fault):
+def test_a_missing_or_mismatched_key(fleet, fault, kind, config, name):
     """The sentence names the file, and for a mismatch both."""
     fleet.write_server(fake_model())
-    key = fleet.folder / "pki" / "cp1.key"
+    fleet.write_agent("n1")
+    key = fleet.folder / "pki" / f"{name}.key"
     if fault == "missing":
         key.unlink()
     else:
-        fleet.pki("server", "pki", "cp2", "--address", "127.0.0.1")
-        key.write_bytes((fleet.folder / "pki" / "cp2.key").read_bytes())
-    code, text = refused(fleet, "server", "server.yaml")
+        key.write_bytes((fleet.folder / "pki" / "n2.key").read_bytes())
+    code, text = refused(fleet, kind, config)
     assert code in (1, 2)
-    assert "cp1.key" in text and "Traceback" not in text
-    assert fault == "missing" or "cp1.pem" in text
+    assert key.name in text and "Traceback" not in text
+    assert fault == "missing" or f"{name}.pem" in text
 
 
 def test_a_port_that_is_taken(fleet):
@@ -154,6 +155,52 @@ def tiny_disk(fleet):
     subprocess.run(["umount", "-l", str(state)], check=True)
 
 
+def fill(disk):
+    """To the last byte; returns the file that does."""
+    filler = disk / "filler"
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    with open(filler, "ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x")
+    return filler
+
+
+def stands_or_says(fleet, name: str, start) -> None:
+    """The daemon started on a full disk either serves or ends with one sentence about the disk."""
+    seen = len(fleet.log(name))
+    with contextlib.suppress(AssertionError):
+        start()
+    process = fleet.running[name]
+    said = lambda: fleet.log(name)[seen:]  # noqa: E731
+    until(lambda: process.poll() is not None or "is up" in said() or "linked to" in said(), f"{name} is up or has ended")
+    assert process.poll() is None or "No space left" in said() or "disk" in said(), said()
+    assert "Traceback" not in said(), said()
+
+
+@pytest.mark.slow
+def test_daemons_that_start_on_a_full_disk_lose_nothing(fleet, tiny_disk):
+    """kill -9 of both while the disk is full: each stands or says why not; with room again the same engine serves."""
+    fleet.write_server(fake_model())
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    before = fleet.ready()[0]
+    filler = fill(tiny_disk)
+    for name, start in (("n1", fleet.start_agent), ("server", fleet.start_server)):
+        fleet.end(name, signal.SIGKILL)
+        stands_or_says(fleet, name, start)
+        assert fleet.ask()[0] == 200
+    filler.unlink()
+    for name, start in (("server", fleet.start_server), ("n1", fleet.start_agent)):
+        if fleet.running[name].poll() is not None:
+            start()
+    after = until(lambda: (s := fleet.ready()[0]) and fleet.status()["nodes"][0]["state"] == "ready" and s, "adopted", 40)
+    assert (after["pid"], after["attempt"]) == (before["pid"], before["attempt"])
+    until(lambda: fleet.llmgw("key", "create", "x"), "keys can be made again")
+
+
 def test_a_full_disk_stops_nothing(fleet, tiny_disk):
     """Serving and heartbeats go on, what needed the disk says so, and it heals when there is room again."""
     fleet.write_server(fake_model())
@@ -161,10 +208,7 @@ def test_a_full_disk_stops_nothing(fleet, tiny_disk):
     fleet.start_server()
     fleet.start_agent("n1")
     before = fleet.ready()[0]
-    filler = tiny_disk / "filler"
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"x" * 4096)
+    filler = fill(tiny_disk)
     assert fleet.ask()[0] == 200
     answer = fleet.llmgw("key", "create", "x", code=None)
     until(lambda: "disk" in answer or "space" in answer or "disk" in fleet.log("server"), "the server names the disk")
@@ -173,3 +217,21 @@ def test_a_full_disk_stops_nothing(fleet, tiny_disk):
     filler.unlink()
     until(lambda: fleet.llmgw("key", "create", "y"), "keys can be made again")
     assert fleet.ready()[0]["pid"] == before["pid"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_a_node_is_the_reason_that_its_engine_does_not_start(fleet, tiny_disk):
+    """The engine dies while its agent's disk is full: status names the disk; with room again it starts by itself."""
+    path = fleet.write_server(fake_model())
+    path.write_text(path.read_text().replace("sqlite:///state/llmgw.db", "sqlite:///store/llmgw.db"))
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    before = fleet.ready()[0]
+    filler = fill(tiny_disk)
+    os.kill(before["pid"], signal.SIGKILL)
+    until(lambda: "free some space on n1" in fleet.llmgw("status"), "the operator is told of the disk")
+    assert "Traceback" not in fleet.log("n1")
+    filler.unlink()
+    after = until(lambda: fleet.ready()[0]["attempt"] > before["attempt"] and fleet.ready()[0], "a new attempt", 40)
+    assert after["pid"] != before["pid"] and fleet.ask()[0] == 200

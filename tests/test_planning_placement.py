@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmgw.fleet.model import Parallel, Place, Profile, Resources
@@ -221,6 +221,17 @@ def test_twenty_race_for_the_last_device():
     assert all(result.model == f"m{n}" for n, result in enumerate(results) if isinstance(result, Explanation))
 
 
+def test_the_same_weights_are_fetched_and_the_same_node_left_out_each_for_its_own_model():
+    """What is remembered of a refusal is not handed to a model whose words would differ."""
+    node = candidate("a", 0, weights={"hf:org/x": WeightFiles("hf:org/x", found=False, looked=("/m",))})
+    ledger = Ledger([node, candidate("b", 0)])
+    for model in ("m", "n"):
+        wanted = evolve(want(f"{model}/1", devices=0, weights="hf:org/x"), excluded={"b": f"{model} crashed there"})
+        result = ledger.place(wanted)
+        details = [verdict.checks[0].detail for verdict in result.verdicts]
+        assert details == [f"hf:org/x is not at /m: llmgw fetch {model} --node a", f"{model} crashed there"]
+
+
 def test_hints_name_what_would_help_and_only_that():
     """Every hint was placed; a change that does not suffice is not offered."""
     other = DeviceProcess(8123, "python3", 72 * GIB)
@@ -268,6 +279,14 @@ WANTS = st.lists(
 )
 
 
+# Ports run out between two wants of one kind, so the second is refused for another reason than the first.
+PORTS_LEFT = [([(8, 0, ""), (8, 0, "")], NodeState.READY, False, "vllm", 1)]
+LAST_PORTS = [(0, None, False, 1, False)] * 5 + [(2, None, True, 2, False), (0, None, False, 1, False), (2, None, True, 2, False)]
+# The same for one node: fewer devices are left when it is asked again.
+DEVICES_LEFT = [([(80, 0, "")] * 2, NodeState.READY, False, "vllm", 0)]
+LAST_DEVICES = [(3, 1, False, 1, False), (1, 1, False, 1, False), (3, 1, False, 1, False)]
+
+
 def build(fleet):
     for number, (gpus, state, cordoned, engine, fabrics) in enumerate(fleet):
         name = f"n{number}"
@@ -280,6 +299,8 @@ def build(fleet):
 
 
 @given(FLEET, WANTS)
+@example(PORTS_LEFT, LAST_PORTS)
+@example(DEVICES_LEFT, LAST_DEVICES)
 @settings(max_examples=200, deadline=None)
 def test_laws_of_placement(fleet, wants):
     """Refusals have a check whose need exceeds its have, counts add up, claims never overlap, hints fit."""

@@ -42,17 +42,18 @@ class Want:
 
     @property
     def kind(self) -> object:
-        """Equal for wants that fit the same nodes."""
+        """Equal for wants that fit the same nodes and are refused by others in the same words."""
         place, needs = self.profile.place, self.needs
         return (
             self.profile.engine,
-            self.profile.weights,
+            # Where weights are missing, the words name the model that would fetch them.
+            (self.profile.weights, self.model) if self.profile.weights is not None else None,
             tuple(sorted(place.labels.items())),
             place.fabric,
             self.count,
             self.share,
             needs,
-            tuple(sorted(self.excluded)),
+            tuple(sorted(self.excluded.items())),
         )
 
 

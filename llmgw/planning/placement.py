@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 
 from attrs import evolve, frozen
 
@@ -42,18 +43,16 @@ class Ledger:
         for name, room in self._rooms.items():
             self._by_free[room.unclaimed].append(name)
         self._refused: dict[object, set[str]] = defaultdict(set)
-        self._hopeless: dict[object, Explanation] = {}
+        self._hopeless: dict[object, tuple[int, Explanation]] = {}
+        # The nodes of which something was claimed, in order: a refusal knows up to where it has read this.
+        self._claimed: list[str] = []
 
     def place(self, want: Want) -> Placement | Explanation:
-        """Find and claim the room for all shards of C{want}, or say why there is none."""
+        """Find and claim the room for all shards of C{want}, or say why there is none now."""
         kind = want.kind
-        if kind in self._hopeless:
-            return evolve(self._hopeless[kind], model=want.model)
-        rooms = self._choose(want, kind)
-        if rooms:
+        if kind not in self._hopeless and (rooms := self._choose(want, kind)):
             return self._claim(want, rooms)
-        refusal = self._hopeless[kind] = self._refuse(want)
-        return refusal
+        return self._refuse(want, kind)
 
     def ports(self, node: str, count: int) -> tuple[int, ...] | None:
         """Claim C{count} fresh ports on a node, for a new attempt of what is placed there already."""
@@ -62,6 +61,7 @@ class Ledger:
         if room and ports:
             room.ports_taken.update(ports)
             room.last_port = ports[-1]
+            self._claimed.append(node)
         return ports
 
     def _choose(self, want: Want, kind: object) -> list[NodeRoom]:
@@ -141,21 +141,38 @@ class Ledger:
         before = room.unclaimed
         room.claim(claim)
         room.last_port = claim.ports[-1] if claim.ports else room.last_port
+        self._claimed.append(room.name)
         if room.unclaimed != before:
             self._by_free[before].remove(room.name)
             insort(self._by_free[room.unclaimed], room.name)
 
-    def _refuse(self, want: Want) -> Explanation:
-        """Why there is no room, in short: only the first failed check of each node, since many plans find no room for much."""
-        return self._explanation(want, lambda room: tuple(islice(failed(room, want), 1)))
+    def _refuse(self, want: Want, kind: object) -> Explanation:
+        """Why there is no room, in short: only the first failed check of each node, since many plans find no room for much.
+
+        A kind that was refused before stays refused, but maybe for other reasons: nodes of which something was claimed since
+        are looked at again. Ranks look at each other's nodes, so for a replica of several all of them are.
+        """
+        read, known = self._hopeless.get(kind, (0, None))
+        changed: Collection[str] = set(self._claimed[read:]) if known is not None else self._rooms
+        if known is None or changed:
+            kept = known.verdicts if known is not None and want.count == 1 else ()
+            old = {verdict.node: verdict for verdict in kept if verdict.node not in changed}
+            known = self._explanation(want, lambda room: tuple(islice(failed(room, want), 1)), old)
+        known = evolve(known, model=want.model)
+        self._hopeless[kind] = len(self._claimed), known
+        return known
 
     def explain(self, want: Want) -> Explanation:
         """Everything that speaks against each node; for a want that has been refused."""
         return self._explanation(want, lambda room: in_full(room, want))
 
-    def _explanation(self, want: Want, checks: Callable[[NodeRoom], tuple[Check, ...]]) -> Explanation:
+    def _explanation(
+        self, want: Want, checks: Callable[[NodeRoom], tuple[Check, ...]], known: Mapping[str, Verdict] = MappingProxyType({})
+    ) -> Explanation:
         fitting = [room for room in self._rooms.values() if fits(room, want)] if want.count > 1 else []
-        verdicts = tuple(Verdict(name, checks(room) or (_alone(room, want, fitting),)) for name, room in self._rooms.items())
+        verdicts = tuple(
+            known.get(name) or Verdict(name, checks(room) or (_alone(room, want, fitting),)) for name, room in self._rooms.items()
+        )
         return Explanation(want.model, len(verdicts), verdicts)
 
     def candidate(self, name: str) -> Candidate:

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import pytest
 import pytest_twisted
-from msgspec.structs import replace
 from twisted.internet import reactor
 from twisted.internet.defer import Deferred
 from twisted.internet.threads import deferToThread
 
 from llmgw.config.server import Address, RouterSettings, Timeouts
 from llmgw.router.sharedfile import shared_file
-from llmgw.router.table import KeyEntry, RoutedModel, Table, endpoint, key_digest, read_table
+from llmgw.router.table import RoutedModel, Table, endpoint, read_table
 from llmgw.server.workers import CannotListen, NotRouting, RouterWorkers
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
 from tests.router_rig import RawClient, request_bytes, until
@@ -323,26 +322,6 @@ async def test_a_worker_is_replaced_when_the_shared_files_have_been_removed(work
         client.socket.close()
     await when(lambda: workers.in_flight("m/1") == 0)
     assert workers.places[0].replaced == 1
-
-
-@pytest_twisted.ensureDeferred
-async def test_many_keys_and_models(workers, engine):
-    """Ten thousand keys with limits and a thousand models have room, and a change of their table holds nobody up for long."""
-    models = [RoutedModel(f"m{number}", endpoints=("m/1",)) for number in range(1000)]
-    keys = tuple(KeyEntry(f"k{number}", key_digest(f"sk-{number}"), rpm=2) for number in range(10_000))
-    load = Load(workers.address[1], 1)
-    try:
-        for version in (1, 2):
-            many = replace(table(engine, *models), keys=keys[version:])
-            await workers.when_routing(workers.publish(many), 15)
-        await when(lambda: load.done > 20)
-        limited = await deferToThread(
-            lambda: [ask(workers.address[1], body=b'{"model":"m999"}', key="sk-9999") for _ in range(3)]
-        )
-    finally:
-        await deferToThread(load.end)
-    assert limited == [200, 200, 429]
-    assert not load.bad
 
 
 @pytest_twisted.ensureDeferred

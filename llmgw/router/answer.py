@@ -18,6 +18,7 @@ HERE = frozenset(
     b"connection keep-alive proxy-authenticate proxy-connection te trailer transfer-encoding upgrade content-length "
     b"x-request-id x-llmgw-replica set-cookie".split()
 )
+_JSON = b"application/json"
 _SSE = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 
 
@@ -65,7 +66,7 @@ class Answer:
             elif name not in HERE:
                 lines.append(b"%b: %b\r\n" % (name, value))
                 if name == b"content-type":
-                    self.sse = value[:17].lower() == b"text/event-stream"
+                    self.sse = value != _JSON and value[:17].lower() == b"text/event-stream"
                 elif name == b"content-encoding":
                     packed = value.lower() != b"identity"
         if named and named not in (b"close", b"keep-alive"):

@@ -61,7 +61,7 @@ class Body:
 
     def __init__(self, raw: Whole, model: str, fields: _Fields | None = None) -> None:
         self._raw = raw
-        self._pieces: tuple[Piece, ...] = (raw,) if isinstance(raw, bytes) else (memoryview(raw),)
+        self._pieces: tuple[Piece, ...] = (raw,)  # type: ignore[assignment]
         self.size = len(raw)
         self.model = model
         self.stream = bool(fields is not None and fields.stream)
@@ -85,12 +85,8 @@ class Body:
         if asks(options):
             return
         self.hides_usage = True
-        if isinstance(self._raw, bytes):
-            self._pieces = (ask(self._raw, options),)
-        elif options is not None:
-            self._pieces = (ask(self._raw[:], options),)
-        else:
-            self._pieces = (ask(b"{", None), memoryview(self._raw)[self._raw.find(b"{") + 1 :])
+        assert isinstance(self._raw, bytes)
+        self._pieces = (ask(self._raw, options),)
 
     def release(self) -> None:
         """The request is over: only what is small is kept for the log."""
@@ -193,7 +189,7 @@ def skim_json(raw: mmap.mmap) -> Generator[None, None, Body]:
     return LargeBody(raw, spans, fields)
 
 
-def read_json(raw: Whole) -> Body:
+def read_json(raw: bytes) -> Body:
     """Read a JSON body.
 
     @raise Refusal: 400; it is no JSON object, or names no model.

@@ -27,6 +27,7 @@ class Form(Body):
 
     def __init__(self, raw: Whole, start: int, end: int) -> None:
         super().__init__(raw, raw[start:end].decode())
+        self._pieces = (memoryview(raw),)
         self._start, self._end = start, end
 
     def sent_to(self, name: str) -> tuple[Piece, ...]:

@@ -1,0 +1,102 @@
+"""Tables that say more than others: fallbacks, thousands of keys and models, and what a worker makes of those it cannot use."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import pytest_twisted
+from msgspec.structs import replace
+from twisted.internet.threads import deferToThread
+
+from llmgw.router.table import KeyEntry, RoutedModel, key_digest
+from llmgw.testing.scripted_engine import ScriptedEngine
+from tests.router_rig import KEY, Rig, plain, until
+from tests.test_router_workers import Load, ask, engine, state, table, when, workers  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def rig():
+    rig = Rig()
+    yield rig
+    rig.stop()
+
+
+def test_fallback_to_another_model(rig):
+    """A model without endpoints is answered by its fallback, under the name that the fallback serves."""
+    with ScriptedEngine(plain) as backend:
+        table = rig.use(backend)
+        models = (*table.models, RoutedModel("asleep", fallbacks=("nobody", "cold", "m")))
+        rig.use(backend, models=models)
+        assert rig.post(body={"model": "asleep", "messages": []})[0] == 200
+        assert backend.requests[-1].json["model"] == "m"
+        assert until(lambda: [m for m in rig.heard if m["type"] == "demand" and m["model"] == "asleep"]), "woken nevertheless"
+
+
+def test_fallback_only_to_what_the_key_may_use(rig):
+    """A key that is bound to models reaches no other one by way of a fallback: it hears that its own is not ready."""
+    with ScriptedEngine(plain) as one, ScriptedEngine(plain) as other:
+        table = rig.use(one, other)
+        keys = (
+            KeyEntry("k1", key_digest(KEY), models=("asleep",)),
+            KeyEntry("k2", key_digest("sk-second"), models=("asleep", "second")),
+            KeyEntry("k3", key_digest("sk-any")),
+        )
+        models = (
+            RoutedModel("first", endpoints=(table.endpoints[0].id,)),
+            RoutedModel("second", aliases=("2nd",), endpoints=(table.endpoints[1].id,)),
+            RoutedModel("asleep", fallbacks=("first", "second"), reason="it is starting"),
+        )
+        rig.version += 1
+        rig.publish(replace(table, version=rig.version, models=models, keys=keys))
+        status, headers, body = rig.post(body={"model": "asleep"})
+        assert (status, headers["x-llmgw-reason"]) == (503, "not_ready") and b"it is starting" in body
+        assert (len(one.requests), len(other.requests)) == (0, 0)
+        assert rig.post(body={"model": "asleep"}, key="sk-second")[0] == 200
+        assert (len(one.requests), len(other.requests)) == (0, 1)
+        assert rig.post(body={"model": "asleep"}, key="sk-any")[0] == 200
+        assert (len(one.requests), len(other.requests)) == (1, 1)
+
+
+def test_a_table_of_a_newer_release(rig):
+    """What it says that we do not know is left out; one that cannot be used at all leaves the one before in force."""
+    with ScriptedEngine(plain) as backend:
+        table = rig.use(backend, model=RoutedModel("m", policy="clairvoyant"))
+        assert rig.post()[0] == 200
+        path = rig.folder / "table.json"
+        good = path.read_bytes()
+        newer = {**json.loads(good), "colour": "blue", "models": [{"name": "m", "endpoints": ["m/0"], "mood": 1}]}
+        bad = [
+            good[: len(good) // 2],
+            b"",
+            b"[]",
+            b'{"version":"x"}',
+            good.replace(b'"version"', b'"trusted_proxies":["x"],"version"'),
+        ]
+        for number, text in enumerate([*bad, json.dumps(newer).encode()]):
+            rig.heard.clear()
+            path.write_bytes(text)
+            rig.channel.sendall(b'{"type":"table","version":%d}\n' % table.version)
+            until(lambda: [m for m in rig.heard if m["type"] == "routing"])
+            assert bool([m for m in rig.heard if m["type"] == "refused"]) == (number < len(bad))
+            assert rig.post()[0] == 200
+
+
+@pytest_twisted.ensureDeferred
+async def test_many_keys_and_models(workers, engine):  # noqa: F811
+    """Ten thousand keys with limits and a thousand models have room, and a change of their table holds nobody up for long."""
+    models = [RoutedModel(f"m{number}", endpoints=("m/1",)) for number in range(1000)]
+    keys = tuple(KeyEntry(f"k{number}", key_digest(f"sk-{number}"), rpm=2) for number in range(10_000))
+    load = Load(workers.address[1], 1)
+    try:
+        for version in (1, 2):
+            many = replace(table(engine, *models), keys=keys[version:])
+            await workers.when_routing(workers.publish(many), 15)
+        await when(lambda: load.done > 20)
+        limited = await deferToThread(
+            lambda: [ask(workers.address[1], body=b'{"model":"m999"}', key="sk-9999") for _ in range(3)]
+        )
+    finally:
+        await deferToThread(load.end)
+    assert limited == [200, 200, 429]
+    assert not load.bad

@@ -10,7 +10,7 @@ import pytest
 import pytest_twisted
 
 from llmgw.agent.shardfolder import AttemptFolder
-from llmgw.fleet.shard import ShardState
+from llmgw.fleet.shard import NODE_RESTARTED, ShardState
 from tests.agent_rig import FAKE, KEY, Rig, alive, order, printed_child, script, settle, until
 
 READY, FAILED, STOPPED = ShardState.READY, ShardState.FAILED, ShardState.STOPPED
@@ -109,7 +109,7 @@ async def test_another_boot_is_another_process(rig):
     os.rename(shard.folder.path, shard.folder.path.with_name("2"))  # Its marks no longer name it, as after a reboot.
     adopted = rig.adopt(attempt=2)
     await rig.reach(adopted, FAILED)
-    assert "the node was restarted" in adopted.reason
+    assert "the node was restarted" in adopted.reason and NODE_RESTARTED in adopted.conditions
     assert alive(run["engine"]["pid"])
 
 

@@ -298,7 +298,7 @@ def test_drain_of_a_node_surges_elsewhere_and_waits_where_it_cannot():
     outcome = reconcile(world(shard(), nodes=nodes, told=links))
     assert outcome.shards["m/2/0"].allocation.node == "b" and outcome.shards["m/1/0"].wanted is Wanted.RUN
     alone = reconcile(world(shard(), nodes={"a": nodes["a"]}, told={"a": told(report())}))
-    assert only(alone).wanted is Wanted.RUN and "it goes on serving" in alone.notes["m"]
+    assert only(alone).wanted is Wanted.RUN and "it stays as it is" in alone.notes["m"]
     late = reconcile(world(shard(), nodes={"a": nodes["a"]}, told={"a": told(report())}, now=NOW + 61))
     assert only(late).wanted is Wanted.STOP and "deadline has passed" in only(late).reason
     allowed = reconcile(world(shard(), nodes={"a": evolve(nodes["a"], outage=True)}, told={"a": told(report())}))

@@ -77,7 +77,7 @@ def test_a_change_that_fits_nowhere_leaves_the_old_serving():
     fleet.apply([model("m", 1, devices=4)])
     fleet.run(60)
     assert fleet.pids() == pids and fleet.ready("m") == 1
-    assert "it goes on serving" in fleet.controller.outcome.notes["m"]
+    assert "it stays as it is" in fleet.controller.outcome.notes["m"]
 
 
 def test_a_change_while_a_node_is_away_reaches_it_once():

@@ -31,7 +31,7 @@ from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, is_alive,
 from llmgw.agent.reports import Surroundings, Transition, describe
 from llmgw.agent.shardfolder import AttemptFolder, Intent, Outcome, Reached, Run
 from llmgw.agent.shim import keep_bounded
-from llmgw.fleet.shard import Diagnosis, ShardExit, ShardOrder, ShardReport, ShardState
+from llmgw.fleet.shard import NODE_RESTARTED, Diagnosis, ShardExit, ShardOrder, ShardReport, ShardState
 from llmgw.interfaces import IEngineAdapter
 
 SPAWN_DEADLINE = 30.0
@@ -108,7 +108,9 @@ class Supervisor:
         self.code = "exited"
         self._judge()
         said = self.diagnosis.text if self.diagnosis else str(self.exit)
-        when = "the node was restarted" if run and run.engine.boot != boot_id() else "it ended while no agent was running"
+        rebooted = run is not None and run.engine.boot != boot_id()
+        self.conditions |= {NODE_RESTARTED} if rebooted else set()
+        when = "the node was restarted" if rebooted else "it ended while no agent was running"
         self._life.fail(f"{when}: {said}", True)
 
     def drain(self) -> None:

@@ -211,6 +211,10 @@ class Diagnosis:
         return f"{self.text.rstrip('.')}. {self.advice}" if self.advice else self.text
 
 
+# A condition: the engine ended with its machine, which is nobody's failure.
+NODE_RESTARTED = "node_restarted"
+
+
 @frozen
 class ShardReport:
     """What an agent knows of one shard. C{serial} grows with every change of this shard on this agent.

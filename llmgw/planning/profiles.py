@@ -15,7 +15,7 @@ from attrs import evolve
 from llmgw.errors import LlmgwError
 from llmgw.fleet.model import Model
 from llmgw.fleet.records import RolloutRecord, RolloutState, ShardRecord
-from llmgw.fleet.shard import ShardState
+from llmgw.fleet.shard import NODE_RESTARTED, ShardState
 from llmgw.planning.replicas import Replica, given_up, group, wanted
 from llmgw.planning.world import Draft
 
@@ -88,13 +88,29 @@ def _first(model: Model, replicas: list[Replica], now: float) -> RolloutRecord |
 
 
 def _failed_now(draft: Draft) -> dict[str, list[ShardRecord]]:
-    """By model, the shards that this plan has seen fail."""
+    """By model, the shards that this plan has seen fail by themselves: no profile is at fault for what went with its machine."""
     found: dict[str, list[ShardRecord]] = {}
     for name, record in draft.shards.items():
         before = draft.world.shards.get(name)
-        if before is not None and before is not record and record.crashes and record.crashes != before.crashes:
+        if (
+            before is not None
+            and before is not record
+            and record.crashes
+            and record.crashes != before.crashes
+            and not _taken_down(draft, before)
+        ):
             found.setdefault(record.model, []).append(record)
     return found
+
+
+def _taken_down(draft: Draft, record: ShardRecord) -> bool:
+    """Whether a shard ended because its node was restarted, or forgot it: then nobody has seen its engine fail."""
+    told = draft.world.told.get(record.allocation.node) if record.allocation else None
+    report = told.shards.get(record.shard) if told else None
+    if report is not None:
+        return report.attempt == record.attempt and NODE_RESTARTED in report.conditions
+    declined = draft.world.declined.get(record.shard)
+    return declined is None or declined.attempt != record.attempt
 
 
 def _counted(record: RolloutRecord, model: Model, failed: Iterable[ShardRecord]) -> RolloutRecord:

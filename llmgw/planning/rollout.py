@@ -77,9 +77,10 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
     good = [replica for replica in here if not reasons[replica.number]]
     old = [replica for replica in here if reasons[replica.number]]
     for replica in [replica for replica in old if not replica.serving]:
-        leave(draft, replica, reasons[replica.number])
-        old.remove(replica)
-        work.forget_room()
+        if not _comes_back(work, model, replica, good):
+            leave(draft, replica, reasons[replica.number])
+            old.remove(replica)
+            work.forget_room()
     _retry(work, model, good)
     if old:
         victim = worst_first(old)[0]
@@ -93,6 +94,26 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
             if not start(work, model):
                 break
     _remark(work, model, here)
+
+
+def _comes_back(work: Work, model: Model, replica: Replica, good: list[Replica]) -> bool:
+    """Start an old replica of the last good profile that has crashed as it was; whether that is done.
+
+    Its successor takes its place at once where it fits and either has proved itself or is the first to try. While that first
+    one is on its way the profile may still turn out to be bad, and one that fits nowhere brings nothing back.
+    """
+    draft, record = work.draft, work.draft.rollouts.get(model.name)
+    before = record.back if record else None
+    if before is None or before.generation(model.name) != replica.generation or model.generation == replica.generation:
+        return False
+    proved = any(one.ready for one in good)
+    freed = frozenset(shard.shard for shard in replica.shards)
+    if proved or not good:
+        asked = want(draft, model, draft.number(model.name) + 1)
+        if isinstance(ledger(draft, leaving(draft) | freed).place(asked), Placement):
+            return False
+    _retry(work, evolve(model, profile=before), [replica])
+    return True
 
 
 def _beside(draft: Draft, model: Model, good: list[Replica]) -> int:
@@ -230,7 +251,7 @@ def _make_room(work: Work, model: Model, victim: Victim, alone: bool, missing: b
     elif any(draft.nodes[name].draining and draft.nodes[name].outage for name in replica.nodes):
         leave(draft, replica, f"{why}; no other node can run it")
     else:
-        work.notes[model.name] = f"{replica.id} should be replaced ({why}) but its successor fits nowhere; it goes on serving"
+        work.notes[model.name] = f"{replica.id} should be replaced ({why}) but its successor fits nowhere; it stays as it is"
 
 
 def _may_fail(draft: Draft, model: Model, victim: Victim) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts
-from llmgw.fleet.shard import EngineLoad, ShardExit, ShardOrder, ShardReport, ShardState, Wanted
+from llmgw.fleet.shard import NODE_RESTARTED, EngineLoad, ShardExit, ShardOrder, ShardReport, ShardState, Wanted
 from llmgw.wire.messages import Done, Register, Report
 
 GIB = 2**30
@@ -29,6 +29,7 @@ class SimEngine:
     since: float = 0.0
     reason: str = ""
     next: ShardOrder | None = None
+    conditions: tuple[str, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -104,6 +105,7 @@ class SimAgent:
                 reason=engine.reason,
                 exit=None if engine.live else ShardExit(code=1),
                 order=engine.order,
+                conditions=engine.conditions,
                 load=EngineLoad(self.running_requests, 0) if engine.state is ShardState.READY else EngineLoad(),
             )
             for shard, engine in sorted(self.engines.items())
@@ -199,6 +201,7 @@ class SimAgent:
         for engine in self.engines.values():
             if engine.live:
                 engine.state, engine.reason = ShardState.FAILED, "the machine was restarted"
+                engine.conditions = (NODE_RESTARTED,)
 
     def wipe(self) -> None:
         """The machine was set up anew: it remembers nothing and runs nothing."""

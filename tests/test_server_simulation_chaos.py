@@ -36,7 +36,7 @@ def test_thousands_of_lives_break_nothing_and_end_as_wanted(first):
 @pytest.mark.timeout(1200)
 def test_a_thousand_agents_live_through_it():
     """One life of a large fleet."""
-    Chaos(1, nodes=1000, steps=4).live()
+    Chaos(1, nodes=1000, steps=8).live()
 
 
 def test_a_life_that_fails_says_how_to_repeat_it_and_is_the_same_again(monkeypatch):

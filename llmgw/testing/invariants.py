@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from llmgw.fleet.node import NodeState
@@ -49,12 +49,9 @@ class Invariants:
         self._claims(fleet.controller.truth.shards.values())
 
     def _exclusive(self, engines: list[tuple[SimAgent, SimEngine]]) -> None:
-        for agent in self._fleet.agents.values():
-            own = [engine for engine in agent.running() if not engine.order.profile.resources.share]
-            held = Counter(device for engine in own for device in engine.order.allocation.devices)
-            double = [device for device, n in held.items() if n > 1]
-            self._must(not double, f"{double} belong to two engines")
-        twice = [shard for shard, n in Counter(engine.order.shard for _, engine in engines).items() if n > 1]
+        alone = [engine.order for _, engine in engines if not engine.order.profile.resources.share]
+        self._must(not (double := _doubles(d for order in alone for d in order.allocation.devices)), f"{double} have two engines")
+        twice = _doubles(engine.order.shard for _, engine in engines)
         self._must(not twice or self._fleet.lenient, f"two engines of {twice}")
 
     def _routes(self, engines: list[tuple[SimAgent, SimEngine]]) -> None:
@@ -87,16 +84,8 @@ class Invariants:
         self._must(not (fresh and braked), f"{fresh} were given up while {away} of {known} are away")
 
     def _claims(self, records: Iterable[ShardRecord]) -> None:
-        held: Counter[tuple[str, str]] = Counter()
-        for record in records:
-            if (
-                record.allocation
-                and record.profile
-                and not record.profile.resources.share
-                and record.state is not ShardState.FAILED
-            ):
-                held.update((record.allocation.node, device) for device in record.allocation.devices)
-        double = [device for device, n in held.items() if n > 1]
+        alone = [r.allocation for r in records if r.allocation and r.state is not ShardState.FAILED and _owns_devices(r)]
+        double = _doubles((allocation.node, device) for allocation in alone for device in allocation.devices)
         self._must(not double or self._fleet.lenient, f"the truth gives {double} to two shards")
 
     def taken_over(self, before: Table) -> None:
@@ -117,3 +106,13 @@ class Invariants:
         if not holds:
             fleet = self._fleet
             raise Broken(f"seed {fleet.seed} at {fleet.clock.seconds():g}: {what}; {fleet.describe()}")
+
+
+def _owns_devices(record: ShardRecord) -> bool:
+    return record.profile is not None and not record.profile.resources.share
+
+
+def _doubles(found: Iterable[Hashable]) -> list[Hashable]:
+    """What is in C{found} more than once; nearly always nothing, and this is asked at every step."""
+    several = list(found)
+    return [] if len(set(several)) == len(several) else [one for one, count in Counter(several).items() if count > 1]

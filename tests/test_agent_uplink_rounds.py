@@ -276,7 +276,7 @@ def test_i_a4_the_status_says_that_a_link_ended_and_why_until_the_next_try(world
         server.beat()
     world.net.connections[-1][0].cut()
     world.net.run(0.1)
-    assert agent.status.startswith("the link to 10.0.0.1:7443 ended after 1 m 1 s: the connection broke: ")
+    assert agent.status.startswith("the link to 10.0.0.1:7443 ended after 1 m 1 s: the connection broke without a goodbye")
 
 
 @pytest.mark.parametrize("reason", ["name_mismatch", "revoked", "wrong_fleet", "protocol", "no_such_reason"])

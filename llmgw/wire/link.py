@@ -17,7 +17,7 @@ from typing import Protocol as TypingProtocol
 from attrs import frozen
 from cryptography import x509
 from OpenSSL import SSL
-from twisted.internet.error import ConnectionAborted, ConnectionDone
+from twisted.internet.error import ConnectionAborted, ConnectionDone, ConnectionLost
 from twisted.internet.interfaces import IDelayedCall, IHandshakeListener, IPushProducer, IReactorTime, ITCPTransport
 from twisted.internet.protocol import Protocol, connectionDone
 from twisted.logger import Logger
@@ -32,6 +32,8 @@ from llmgw.wire.messages import ALPN, AgentMessage, ServerMessage
 ABORT_AFTER = 1.0
 MAX_WAITING = 4 * 2**20
 CLOSED, BROKE = "it closed the connection", "the connection broke"
+# Twisted knows no more of it than that it was not closed.
+NO_GOODBYE = "without a goodbye: the other side was killed, or its machine or the network failed"
 
 Message = AgentMessage | ServerMessage | Unknown
 
@@ -260,6 +262,8 @@ class Wire(Protocol):
             return CLOSED
         if isinstance(error, ConnectionAborted):
             return "we gave it up"
+        if isinstance(error, ConnectionLost):
+            return f"{BROKE} {NO_GOODBYE}"
         return f"{BROKE}: {error}"
 
 

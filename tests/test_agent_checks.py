@@ -73,3 +73,15 @@ def test_the_smallest_device_counts(tmp_path):
     allocation = Allocation("n1", devices=("GPU-a", "GPU-b"), memory=20 * GIB)
     both = device("GPU-a"), device("GPU-b", 40 * GIB)
     assert launch(tmp_path, Resources(device_memory=20 * GIB, devices=1), allocation, *both) == "0.500"
+
+
+def test_h8_nothing_is_started_on_a_device_that_is_missing_or_sick(tmp_path):
+    """H8: whatever the leader believes, who may not have heard of it yet; the refusal names the device and why."""
+    for gone, why in ((device("GPU-a", missing_since=1.0), "missing"), (device("GPU-a", problem="it is lost"), "it is lost")):
+        order = ShardOrder("m/1/0", "m", "g", 1, Wanted.RUN, "op", Profile("vllm", "m"), Allocation("n1", devices=("GPU-a",)))
+        checks = Checks(settings(tmp_path), {"vllm": vllm}, Equipment(gone), list, lambda: None, lambda: "k", lambda: 0.0)
+        (tmp_path / "state").mkdir(exist_ok=True)
+        refused = []
+        Deferred.fromCoroutine(checks.prepare(order)).addErrback(refused.append)
+        assert refused[0].value.code == "device_sick"
+        assert str(refused[0].value) == f"device GPU-a (gpu 0): {why}"

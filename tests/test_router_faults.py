@@ -288,6 +288,7 @@ BAD = {
     "model is a number": (b'{"model":7}', 400, "bad_request"),
     "stream is a word": (b'{"model":"m","stream":"yes"}', 400, "bad_request"),
     "empty": (b"", 400, "bad_json"),
+    "too deep": (b'{"model":"m","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "bad_json"),
 }
 
 

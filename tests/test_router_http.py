@@ -66,6 +66,33 @@ CORPUS = {
     "http/0.9": b"GET /v1/models\r\n\r\n",
     "connect": b"CONNECT x:1 HTTP/1.1\r\n" + AUTH + b"\r\n",
     "asterisk": b"OPTIONS * HTTP/1.1\r\n" + AUTH + b"\r\n",
+    "endless extension": LINE
+    + AUTH
+    + b"Transfer-Encoding: chunked\r\n\r\nd;"
+    + b"a" * 400_000
+    + b"\r\n"
+    + BODY
+    + b"\r\n0\r\n\r\n",
+    "extensions all over": LINE
+    + AUTH
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"1;x=%b\r\n \r\n" % (b"e" * 9000) * 50
+    + b"0\r\n\r\n",
+    "endless trailer": LINE
+    + AUTH
+    + b"Transfer-Encoding: chunked\r\n\r\nd\r\n"
+    + BODY
+    + b"\r\n0\r\nX: "
+    + b"a" * 400_000
+    + b"\r\n\r\n",
+    "many trailers": LINE
+    + AUTH
+    + b"Transfer-Encoding: chunked\r\n\r\nd\r\n"
+    + BODY
+    + b"\r\n0\r\n"
+    + b"X: a\r\n" * 90_000
+    + b"\r\n",
+    "target without a path": LINE.replace(b"/v1", b"http://x?y=/v1") + AUTH + b"Connection: close\r\n" + LENGTH + b"\r\n" + BODY,
     "garbage": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
 }
 
@@ -93,6 +120,8 @@ TAKEN = {
     "absolute target": LINE.replace(b"/v1", b"http://other/v1") + AUTH + LENGTH + b"\r\n" + BODY,
     "upper case names": LINE + AUTH.upper().replace(KEY.upper().encode(), KEY.encode()) + LENGTH.upper() + b"\r\n" + BODY,
     "leading empty lines": b"\r\n\r\n" + LINE + AUTH + LENGTH + b"\r\n" + BODY,
+    "a byte a chunk": LINE + AUTH + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"1\r\n%c\r\n" % c for c in BODY) + b"0\r\n\r\n",
     "upgrade to h2c": LINE + AUTH + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n" + LENGTH
     + b"\r\n" + BODY,
 }  # fmt: skip
@@ -263,6 +292,9 @@ def test_d10_request_ids(rig, engine):
     assert len(set(ids)) == 2
     assert b"mine" not in ids
     assert {row["client_id"] for row in rig.log(2, client_id="mine")} == {"mine"}
+    assert rig.post(headers={"X-Request-Id": ""})[1]["x-request-id"], "an empty one is none"
+    assert rig.post(headers={"X-Request-Id": "x" * 9000})[1]["x-request-id"] == "x" * 9000
+    assert rig.log(client_id="x" * 200), "but the log does not grow by it"
 
 
 def test_d11_keys_stay_where_they_belong(rig, engine):

@@ -100,3 +100,20 @@ async def test_many_keys_and_models(workers, engine):  # noqa: F811
         await deferToThread(load.end)
     assert limited == [200, 200, 429]
     assert not load.bad
+
+
+@pytest.fixture
+def damaged(state):  # noqa: F811
+    """A table that a disk has lost the end of."""
+    folder = state / "router"
+    folder.mkdir(parents=True)
+    (folder / "table.json").write_text('{"version":41,"models":[{"name":"m","endpo')
+    return folder
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_damaged_table_is_put_aside(damaged, workers, engine):  # noqa: F811
+    """It keeps no server from starting: the next table that is published is in force."""
+    assert await deferToThread(lambda: [ask(workers.address[1]) for _ in range(4)]) == [200] * 4
+    assert (damaged / "table.json.bad").exists()
+    assert json.loads((damaged / "table.json").read_bytes())["version"] == 1

@@ -128,6 +128,7 @@ def test_responses_stream():
 
 
 @pytest.mark.parametrize("junk", [b'data: {"usage":{"prompt_tokens":"x"}}\n\n', b'data: {"usage":{\xff}}\n\n', b'"usage":{\n\n',
+                                  b'data: {"usage":{},"x":' + b"[" * 100_000 + b"\n\n",
                                   b'data: {"choices":3,"usage":{}}\n\n', b'data: {"message":"no","usage":{}}\n\n'])  # fmt: skip
 def test_junk_goes_out_as_it_came(junk):
     """What is not understood is neither hidden nor counted."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llmgw.router.request import Request
 
 KEPT = 50_000
+LONGEST = 200  # of what a client chooses freely
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 
@@ -80,9 +81,9 @@ class AccessLog:
             self._rows.append(
                 {
                     "time": self._wall(),
-                    "id": id.decode("latin-1"),
+                    "id": id[:LONGEST].decode("latin-1"),
                     "client": self.proxies.client(peer, request.ours.get(b"x-forwarded-for", b"")),
-                    "path": request.path[:200].decode("latin-1"),
+                    "path": request.path[:LONGEST].decode("latin-1"),
                     "status": refusal.status,
                     "outcome": "refused",
                     "reason": refusal.code,
@@ -112,7 +113,7 @@ class AccessLog:
         return Row(
             began + shift,
             exchange.answer_id.decode(),
-            request.ours.get(b"x-request-id", b"").decode("latin-1"),
+            request.ours.get(b"x-request-id", b"")[:LONGEST].decode("latin-1"),
             self.proxies.client(exchange.client.peer, request.ours.get(b"x-forwarded-for", b"")),
             caller.id if caller is not None else "",
             exchange.call.name,

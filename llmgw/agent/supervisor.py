@@ -282,7 +282,8 @@ class Supervisor:
         self._judge()
         self.code = "exited"
         said = error or (self.diagnosis.text if self.diagnosis else f"the engine ended: {self.exit}")
-        if await self._shim_follows():
+        # The driver frees memory after the process is gone, so with devices its end is not the end.
+        if await self._shim_follows() and not self.intent.order.allocation.devices:
             self._life.died(said)
         else:
             self._life.fail(said, True)
@@ -344,7 +345,9 @@ class Supervisor:
     async def _end(self, ending: Ending) -> None:
         self.folder.abandon()
         await ending.run()
-        held = await self._around.released(self.intent.order.allocation.devices, frozenset(ending.pids))
+        # One that died by itself was not met any more.
+        pids = ending.pids | ({self.tree.engine.pid} if self.tree.engine else set())
+        held = await self._around.released(self.intent.order.allocation.devices, frozenset(pids))
         if held:
             self.conditions.add(f"leaked_vram: {held}")
         if self.exit is None and (found := self.folder.exit()):

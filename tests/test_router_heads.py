@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from llmgw.router.table import RoutedModel
-from llmgw.testing.scripted_engine import ScriptedEngine
+from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
 from tests.router_rig import KEY, OK, Rig, plain
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -172,3 +172,56 @@ def test_openai_client_streams_tools(rig):
         seen = list(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True))
     assert "".join(one.choices[0].delta.tool_calls[0].function.arguments for one in seen) == '{"x": 1}'
     assert rig.log(call="chat", completion=3)[-1]["prompt"] == 7
+
+
+def test_openai_client_responses(rig):
+    """The official client's Responses API: whole and streamed; a stream whose engine dies raises, it does not stop short."""
+    text = {"type": "output_text", "text": "hi", "annotations": []}
+    message = {"type": "message", "id": "o", "role": "assistant", "status": "completed", "content": [text]}
+    base = {"id": "r", "object": "response", "created_at": 1, "model": "m", "parallel_tool_calls": True, "tool_choice": "auto",
+            "tools": [], "error": None, "incomplete_details": None}  # fmt: skip
+    usage = {"input_tokens": 6, "input_tokens_details": {"cached_tokens": 4}, "output_tokens": 2,
+             "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 8}  # fmt: skip
+    whole = {**base, "status": "completed", "output": [message], "usage": usage}
+    delta = {"type": "response.output_text.delta", "sequence_number": 1, "item_id": "o", "output_index": 0, "content_index": 0,
+             "delta": "hi", "logprobs": []}  # fmt: skip
+    first = sse({"type": "response.created", "sequence_number": 0, "response": {**whole, "usage": None, "output": []}}, delta)
+    last = sse({"type": "response.completed", "sequence_number": 2, "response": whole})
+
+    def script(talk):
+        while request := talk.request():
+            if not request.json.get("stream"):
+                talk.answer(json.dumps(whole).encode())
+            elif request.json["input"] == "die":
+                talk.send(STREAM_HEAD + chunk(first))
+                return
+            else:
+                talk.stream(first, last)
+
+    with ScriptedEngine(script) as engine, openai.OpenAI(base_url=f"{rig.url}/v1", api_key=KEY, max_retries=0) as client:
+        rig.use(engine)
+        assert client.responses.create(model="m", input="x").output_text == "hi"
+        seen = list(client.responses.create(model="m", input="x", stream=True))
+        assert [one.type for one in seen] == ["response.created", "response.output_text.delta", "response.completed"]
+        with pytest.raises(openai.APIError, match="broke off"):
+            list(client.responses.create(model="m", input="die", stream=True))
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="none", input="x")
+    rows = rig.log(2, call="responses", completion=2, status=200)
+    assert [(row["prompt"], row["cached"]) for row in rows[:2]] == [(6, 4)] * 2
+
+
+def test_openai_client_images(rig):
+    """The official client's images: made from a prompt, and edited, where the model stands in a form."""
+    picture = base64.b64encode(bytes(range(256))).decode()
+
+    def script(talk):
+        while talk.request():
+            talk.answer(json.dumps({"created": 1, "data": [{"b64_json": picture}]}).encode())
+
+    with ScriptedEngine(script) as engine, openai.OpenAI(base_url=f"{rig.url}/v1", api_key=KEY, max_retries=0) as client:
+        rig.use(engine, served="painter")
+        assert client.images.generate(model="m", prompt="a fox").data[0].b64_json == picture
+        assert client.images.edit(model="m", image=("a.png", b"\x89PNG"), prompt="a fox").data[0].b64_json == picture
+        assert engine.requests[0].json["model"] == "painter"
+        assert b'name="model"\r\n\r\npainter\r\n' in engine.requests[1].body

@@ -338,6 +338,24 @@ def test_a_server_that_sends_us_away_names_who_leads_and_is_believed(world):
     assert world.log.having("info: n1: the link to 10.0.0.1:7443 ended after 1 m 1 s: sent us away: standby")
 
 
+def test_f21_while_the_lead_changes_hands_the_wait_does_not_grow(world):
+    """Ten short leaderships in a row; each time both servers stand by for a while. After a minute without any it grows."""
+    servers = [ScriptedServer(world), ScriptedServer(world, B, "cp2", epoch=8)]
+    agent = world.agent(servers=(A, B))
+    for turn in range(10):
+        leader, other = servers[turn % 2], servers[1 - turn % 2]
+        other.refuses()
+        leader.epoch, leader.greeting = 8 + turn, welcome(world, leader.name, 8 + turn)
+        assert link_to(world, leader, agent, 3) <= 2.0
+        leader.refuses()
+        leader.link.send(Goaway("standby", "", (), "it leads no more"))
+        world.net.run(3)
+    before = len(rounds(world))
+    world.net.run(120)
+    assert rounds(world)[-1].endswith("Next round in 7 s.")
+    assert len(rounds(world)) - before > 100
+
+
 def test_a_reload_ends_the_wait_and_dials_the_new_addresses(world):
     """What was just put right is tried now, not in fifteen seconds; a link that is up stays."""
     agent = world.agent(servers=(B,))

@@ -44,6 +44,8 @@ class Round:
 
     A hint may name an address that is not configured: whoever answers there must show a server's certificate of our fleet.
     At most two are followed, or two servers could send us back and forth.
+
+    @ivar stood_by: whether a server said that it stands by.
     """
 
     _left: deque[Target]
@@ -51,6 +53,7 @@ class Round:
     _failed: list[tuple[str, str]] = field(factory=list)
     _pauses: list[float] = field(factory=list)
     _hints: int = 0
+    stood_by: bool = False
 
     @classmethod
     def over(cls, addresses: Iterable[Address], first: Iterable[str] = ()) -> Round:

@@ -42,6 +42,7 @@ CONNECT_WITHIN = 3.0
 SPREAD = 0.5
 MOST_SPREAD = 60.0
 STOP_WITHIN = 1.0
+SUCCESSION = 60.0  # how long another one may take to lead: some leases
 DEADLINES = Deadlines()
 
 
@@ -79,6 +80,7 @@ class Uplink(Service):
         self._resting = self._just_lost = False
         self._spread = SPREAD
         self._last: tuple[Address, ...] = ()
+        self._parted = float("-inf")
         self._status = "not started"
         self._over: Deferred[None] = succeed(None)
         self._watch = ExpiryWatch()
@@ -180,7 +182,9 @@ class Uplink(Service):
         """The round is over and nobody took us."""
         if not self.running:
             return
-        delay = max(self._backoff.next(), turn.pause)
+        # A standby that we reach waits for a leader as we do, and one comes soon: no reason to ask ever more rarely.
+        soon = turn.stood_by and self._reactor.seconds() - self._parted < SUCCESSION
+        delay = max(self._backoff.again() if soon else self._backoff.next(), turn.pause)
         if self._crowd > SPREAD:
             # All lost the same server: those that dialed while it was away must not come together when it is back.
             window = self._crowd if self._just_lost else min(self._crowd, self._backoff.cap)
@@ -257,6 +261,7 @@ class Uplink(Service):
         self._just_lost = ending.lived is not None
         if ending.lived is not None:
             self._last = (target.address,) if talk.leader else self._last
+            self._parted = self._reactor.seconds()
             self._status = f"the link to {target} ended after {show_duration(ending.lived)}: {ending.text}"
             tell = self.log.info if ending.clean else self.log.error
             tell("{node}: {status}", node=self._settings.node, status=self._status, event="link_lost")
@@ -265,6 +270,7 @@ class Uplink(Service):
             turn.failed(target, ending.text)
             return
         turn.failed(target, self._told_off(word, talk), word.retry_after if isinstance(word, Refused) else 0.0)
+        turn.stood_by |= word.reason == "standby"
         turn.hint(word.addresses)
 
     def _told_off(self, word: Refused | Goaway, talk: Talk) -> str:

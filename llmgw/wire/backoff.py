@@ -27,6 +27,10 @@ class Backoff:
         self.failures += 1
         return self.random() * ceiling
 
+    def again(self) -> float:
+        """Seconds to wait after what was no failure of anybody's: the ceiling stays the least."""
+        return self.random() * self.base
+
     def lasted(self, seconds: float) -> bool:
         """Tell how long an accepted link lived; returns whether that was long enough to begin anew."""
         if seconds < self.stable:

@@ -44,7 +44,7 @@ def test_f01_f02_a_new_leader_takes_over_and_nothing_else_happens(servers, numbe
     if number == signal.SIGTERM:
         assert scene.process.wait(3.0) == 0
         servers.linked(scene.other)
-        assert "Next round in" not in servers.first.log("n1").rpartition("linked to")[0].rpartition("linked to")[2]
+        assert time.monotonic() - began < 5.0  # the agent asked both at once, and waits a second if the other was not ready yet
     scene.nothing_happened(scene.other)
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+import pytest
+
 from tests.end_to_end.fleet import processes, until
 
 RANKED = f"""
@@ -81,11 +83,43 @@ def test_a_replica_of_two_nodes(fleet):
     [endpoint] = [replica["endpoint"] for row in fleet.status()["models"] for replica in row["replicas"]]
     assert str(head["port"]) in endpoint
 
-    marker = "llmgw.testing.ranked_engine"
-    follower = next(pid for pid, words in processes(str(fleet.folder)).items() if marker in words and "--rank 1 " in words)
-    os.kill(follower, signal.SIGKILL)
-    until(lambda: all(shard["attempt"] > 1 for shard in fleet.ready("wide", 2)), "both ranks anew")
+    lose(fleet, rank=1, attempt=2)
+
+
+@pytest.mark.slow
+def test_a_lost_head_takes_the_other_rank_and_both_return(fleet):
+    """The same with rank 0, which serves."""
+    fleet.write_server(RANKED)
+    for name in ("n1", "n2"):
+        fleet.write_agent(name, on("rack"))
+    fleet.start_server()
+    for name in ("n1", "n2"):
+        fleet.start_agent(name)
+    fleet.ready("wide", 2)
+    lose(fleet, rank=0, attempt=2)
+
+
+def lose(fleet, rank, attempt):
+    """Kill one rank: all processes of the replica are replaced, the new ones meet at another port, and it serves again."""
+    before = ranks(fleet)
+    os.kill(before[rank][0], signal.SIGKILL)
+    until(lambda: all(shard["attempt"] >= attempt for shard in fleet.ready("wide", 2)), "both ranks anew")
     until(lambda: fleet.ask("wide")[0] == 200, "it serves again")
+    after = ranks(fleet)
+    assert not {pid for pid, _ in before.values()} & {pid for pid, _ in after.values()}
+    meeting = {port for _, port in after.values()}
+    assert len(meeting) == 1 and meeting.isdisjoint(port for _, port in before.values())
+
+
+def ranks(fleet):
+    """By rank, the pid of its engine and the port at which all ranks meet."""
+    found = {}
+    for pid, words in processes(str(fleet.folder)).items():
+        if "llmgw.testing.ranked_engine" in words and "--head-port" in words:
+            given = dict(zip(words.split(), words.split()[1:], strict=False))
+            found[int(given["--rank"])] = pid, int(given["--head-port"])
+    assert set(found) == {0, 1}, found
+    return found
 
 
 def test_engines_over_pytorch(fleet):

@@ -11,7 +11,7 @@ from tests.end_to_end.fleet import QUICK, fake_model, until
 from tests.end_to_end.load import Load
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_f71_an_agent_restarted_under_load_fails_no_request(fleet, times):
     """F71: the same pids and attempts after each restart, and no client saw anything."""
     fleet.write_server(fake_model("m", 2), timing=QUICK.replace("lost_after: 5s", "lost_after: 60s"))

@@ -65,7 +65,8 @@ class ShardLaunch:
 
     C{ready} is the path that answers 200 when the engine serves, C{models} the path whose answer must list the served
     name (empty: this engine has none). Both None on a rank that serves no HTTP: ready is then "alive and C{phase} said so".
-    C{limit} is how many requests the engine runs at once, None unknown.
+    C{limit} is how many requests the engine runs at once, None unknown. POST to C{sleep} has the engine give most of its memory
+    back while nobody uses it, POST to C{wake} has it serve again; both empty where it cannot.
     """
 
     argv: tuple[str, ...]
@@ -79,6 +80,8 @@ class ShardLaunch:
     limit: int | None = None
     grace: float = 20.0
     key: str = ""
+    sleep: str = ""
+    wake: str = ""
 
 
 @frozen

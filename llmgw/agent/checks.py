@@ -115,6 +115,8 @@ class Checks:
             models=launch.models,
             metrics=launch.metrics,
             limit=launch.limit,
+            sleep=launch.sleep,
+            wake=launch.wake,
             cgroup=own_cgroup(f"llmgw-{order.shard}.{order.attempt}".replace("/", "_")[-200:]),
             at=self._clock(),
         )

@@ -1,6 +1,7 @@
 """The life of one attempt as a state machine: which event leads where, and what that sets going. No I/O, no clock.
 
     starting -> loading -> ready -> draining          what an engine that does well goes through
+                             ready, draining -> sleeping -> ready     it gives its memory back for a while
        any of these  --fail-->  failing  --gone-->  failed     something may be left of it: it is ended first
        any of these  --died-->  failed                         its whole tree is known to be gone
        any of these, failing  --stop-->  stopping  --gone-->  stopped
@@ -43,6 +44,12 @@ class Life(Protocol):
     def drain(self, reason: str) -> None:
         """It is to get no new requests."""
 
+    def sleep(self, reason: str) -> None:
+        """It has given its memory back."""
+
+    def wake(self, reason: str) -> None:
+        """It has taken it again. To serve is not enough: an engine that sleeps may say that it is well."""
+
     def fail(self, reason: str, of_dead_engine: bool) -> None:
         """It cannot go on, and some of it may be left."""
 
@@ -70,12 +77,13 @@ starting = _builder.state("starting")
 loading = _builder.state("loading")
 ready = _builder.state("ready")
 draining = _builder.state("draining")
+sleeping = _builder.state("sleeping")
 failing = _builder.state("failing")
 stopping = _builder.state("stopping")
 failed = _builder.state("failed")
 stopped = _builder.state("stopped")
 
-_ALIVE = (starting, loading, ready, draining)
+_ALIVE = (starting, loading, ready, draining, sleeping)
 
 
 @starting.upon(Life.phase_seen).to(loading)
@@ -89,6 +97,10 @@ def _serve(life: Life, story: Story, reason: str) -> None:
 
 def _drain(life: Life, story: Story, reason: str) -> None:
     story.effects.enter(ShardState.DRAINING, reason)
+
+
+def _sleep(life: Life, story: Story, reason: str) -> None:
+    story.effects.enter(ShardState.SLEEPING, reason)
 
 
 def _drain_later(life: Life, story: Story, reason: str) -> None:
@@ -127,6 +139,9 @@ for _state in (starting, loading):
     _state.upon(Life.serves).to(ready)(_serve)
     _state.upon(Life.drain).loop()(_drain_later)
 ready.upon(Life.drain).to(draining)(_drain)
+for _state in (ready, draining):
+    _state.upon(Life.sleep).to(sleeping)(_sleep)
+sleeping.upon(Life.wake).to(ready)(_serve)
 for _state in _ALIVE:
     _state.upon(Life.fail).to(failing)(_fail)
     _state.upon(Life.died).to(failed)(_die)
@@ -137,11 +152,15 @@ stopping.upon(Life.gone).to(stopped)(_gone_stopped)
 failed.upon(Life.stop).to(stopped)(_stop_failed)
 
 # What comes too late, or for the second time, means nothing.
-for _state in (loading, ready, draining, failing, stopping, failed, stopped):
+for _state in (loading, ready, draining, sleeping, failing, stopping, failed, stopped):
     _state.upon(Life.phase_seen).loop().returns(None)
-for _state in (ready, draining, failing, stopping, failed, stopped):
+for _state in (starting, loading, ready, draining, failing, stopping, failed, stopped):
+    _state.upon(Life.wake).loop().returns(None)
+for _state in (ready, draining, sleeping, failing, stopping, failed, stopped):
     _state.upon(Life.serves).loop().returns(None)
-for _state in (draining, failing, stopping, failed, stopped):
+for _state in (starting, loading, sleeping, failing, stopping, failed, stopped):
+    _state.upon(Life.sleep).loop().returns(None)
+for _state in (draining, sleeping, failing, stopping, failed, stopped):
     _state.upon(Life.drain).loop().returns(None)
 for _state in (failing, stopping, failed, stopped):
     _state.upon(Life.fail).loop().returns(None)

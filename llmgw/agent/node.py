@@ -58,6 +58,7 @@ _REACHED = {
     Wanted.RUN: (ShardState.READY, ShardState.DRAINING),
     Wanted.DRAIN: (ShardState.DRAINING, ShardState.STOPPING),
     Wanted.STOP: (),
+    Wanted.SLEEP: (ShardState.SLEEPING,),
 }
 
 Released = Callable[[tuple[str, ...], frozenset[int]], Deferred[str]]
@@ -270,6 +271,10 @@ class Node:
             current.drain()
         elif wanted is Wanted.STOP:
             current.stop()
+        elif wanted is Wanted.SLEEP:
+            current.sleep()
+        else:
+            current.wake()
         self._settle(current)
 
     def _remembered(self, order: ShardOrder) -> Supervisor | None:

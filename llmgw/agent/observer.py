@@ -23,7 +23,7 @@ from llmgw.interfaces import IEngineAdapter, Phase
 EVERY = 5.0
 EAGER, EAGER_FOR, LOADING_EVERY = 0.2, 10.0, 1.0
 PER_LOOK = 64 * 1024
-SERVING = (ShardState.READY, ShardState.DRAINING)
+SERVING = (ShardState.READY, ShardState.DRAINING, ShardState.SLEEPING)
 
 
 class Watched(Protocol):
@@ -161,7 +161,7 @@ class Observer:
 
     async def _look_at_service(self) -> None:
         intent = self._watched.intent
-        if intent.ready is None:
+        if intent.ready is None or self._watched.state is ShardState.SLEEPING:
             return
         problem = await self._probe.healthy(intent)
         await self._ask_load(intent)

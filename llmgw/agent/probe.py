@@ -133,6 +133,13 @@ class EngineProbe:
         """GET C{url}; whatever goes wrong, being cancelled too, is an answer of status 0."""
         return await self._bounded(self._request(b"GET", url, key), self._deadline)
 
+    async def post(self, url: str, key: str, deadline: float) -> str:
+        """POST to C{url} and wait for it; why that failed, empty if it did not."""
+        answer = await self._bounded(self._request(b"POST", url, key, b"{}"), deadline)
+        if answer.status == 200:
+            return ""
+        return answer.body.decode(errors="replace")[:200] if answer.status == 0 else f"it answers {answer.status}"
+
     async def works(self, intent: Intent) -> str:
         """Why it seems to infer no more, empty if it does: one token is asked for. A refusal of that shows that it thinks."""
         model = (*intent.order.served, intent.order.model)[0]

@@ -89,6 +89,7 @@ def describe(of: Described, seen: Observer | None, last: ShardReport | None, ser
         conditions=tuple(sorted(of.conditions | (seen.conditions if seen else frozenset()))),
         limit=intent.limit,
         order=order,
+        sleeps=bool(intent.sleep and intent.wake),
     )
     if seen:
         now = evolve(now, phase=seen.phase, progress=seen.progress, load=seen.load, healthy=seen.health.healthy)

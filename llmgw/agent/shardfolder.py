@@ -58,6 +58,8 @@ class Intent:
     models: str | None = None
     metrics: str | None = None
     limit: int | None = None
+    sleep: str = ""
+    wake: str = ""
     grace: float = 20.0
     cgroup: str | None = None
     at: float = 0.0

@@ -31,12 +31,13 @@ from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, is_alive,
 from llmgw.agent.reports import Surroundings, Transition, describe
 from llmgw.agent.shardfolder import AttemptFolder, Intent, Outcome, Reached, Run
 from llmgw.agent.shim import keep_bounded
-from llmgw.fleet.shard import NODE_RESTARTED, Diagnosis, ShardExit, ShardOrder, ShardReport, ShardState
+from llmgw.fleet.shard import NODE_RESTARTED, Diagnosis, ShardExit, ShardOrder, ShardReport, ShardState, Wanted
 from llmgw.interfaces import IEngineAdapter
 
 SPAWN_DEADLINE = 30.0
 GRACE_OF_REMAINS = 2.0
 TAIL_SENT = 100
+TURN_DEADLINE = 120.0  # weights of hundreds of GiB go to the host or come back
 OVER = frozenset({ShardState.FAILED, ShardState.STOPPED})
 
 
@@ -63,6 +64,7 @@ class Supervisor:
         self._observer: Observer | None = None
         self._over: list[Deferred[None]] = []
         self._drain_later = False
+        self._turning = False
         self._left = False
         self._oom_kills: int | None = None
         self._last: ShardReport | None = None
@@ -94,6 +96,8 @@ class Supervisor:
             self.since = reached.at
             if reached.state is ShardState.DRAINING:
                 self.drain()
+            elif reached.state is ShardState.SLEEPING:
+                self._life.sleep("adopted: it was asleep")
 
     def restore(self, outcome: Outcome) -> None:
         """Stand for an attempt that is over."""
@@ -121,6 +125,41 @@ class Supervisor:
         """End it, all of its tree."""
         if self.state not in OVER or self.state is ShardState.FAILED:
             self._life.stop(reason)
+
+    def sleep(self) -> None:
+        """Have its engine give its memory back; one that cannot is stopped."""
+        if self.state in (ShardState.READY, ShardState.DRAINING) and not self._turning:
+            self._go(self._turn("sleep", self.intent.sleep))
+
+    def wake(self) -> None:
+        """Have a sleeping engine serve again."""
+        if self.state is ShardState.SLEEPING and not self._turning:
+            self._go(self._turn("wake", self.intent.wake))
+
+    async def _turn(self, what: str, path: str) -> None:
+        self._turning = True
+        try:
+            problem = "it has no way to" if not path else ""
+            problem = problem or await self._around.probe.post(self.intent.url + path, self.intent.key, TURN_DEADLINE)
+        finally:
+            self._turning = False
+        if problem and what == "sleep":
+            self.stop(f"it does not fall asleep ({problem}), so it is stopped")
+        elif problem:
+            self.cannot("wake_failed", f"it does not wake up: {problem}")
+        elif what == "sleep":
+            self._life.sleep("it has given its memory back")
+        else:
+            self._life.wake("it is awake again")
+        self._order_again()
+
+    def _order_again(self) -> None:
+        """What was ordered while it fell asleep or woke up."""
+        wanted = self.intent.order.wanted
+        if self.state is ShardState.SLEEPING and wanted is Wanted.RUN:
+            self.wake()
+        elif self.state is ShardState.READY and wanted is Wanted.SLEEP:
+            self.sleep()
 
     def when_over(self) -> Deferred[None]:
         """Fires when nothing of it is left."""
@@ -164,7 +203,7 @@ class Supervisor:
     def enter(self, state: ShardState, reason: str) -> None:
         """Show C{state}, tell the node, and write it down where the next agent must know it."""
         before, self.state, self.reason, self.since = self.state, state, reason, self._around.clock()
-        if state in (ShardState.READY, ShardState.DRAINING):
+        if state in (ShardState.READY, ShardState.DRAINING, ShardState.SLEEPING):
             self._note(self.folder.write, "state.json", Reached(state, self.since))
         if self.is_over:
             self._write_outcome()

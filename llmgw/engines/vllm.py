@@ -132,6 +132,7 @@ class Vllm:
         key: str,
     ) -> ShardLaunch:
         """One rank's process; rank 0 serves, and with hybrid balancing every one."""
+        sleep, wake = ("/sleep?level=1", "/wake_up") if _sleeps(profile, allocation) else ("", "")
         serves, port = allocation.rank == 0 or _hybrid(profile), allocation.ports[0]
         own = [*_weights(profile, files), "--host", allocation.address, "--port", str(port)]
         own += option("--served-model-name", *served)
@@ -156,6 +157,8 @@ class Vllm:
             limit=seats if isinstance(seats, int) and not isinstance(seats, bool) else None,
             grace=SHUTDOWN + 10.0,
             key=key,
+            sleep=sleep,
+            wake=wake,
         )
 
     def phase(self, line: str) -> Phase | None:
@@ -194,6 +197,12 @@ def _weights(profile: Profile, files: WeightFiles | None) -> list[str]:
         return [files.path]
     name, _, revision = (profile.weights or "").removeprefix("hf:").partition("@")
     return [name, *(["--revision", revision] if revision else [])]
+
+
+def _sleeps(profile: Profile, allocation: Allocation) -> bool:
+    """Only where the profile asks for it: its paths are those of the development mode, which no key guards."""
+    developing = str(profile.environment.get("VLLM_SERVER_DEV_MODE", "0")) == "1"
+    return developing and profile.arguments.get("enable-sleep-mode") is True and allocation.nodes == 1
 
 
 def _hybrid(profile: Profile) -> bool:

@@ -86,6 +86,7 @@ class ShardRecord:
     @ivar served_since: since when this attempt has been ready, as far as we know; 0 before.
     @ivar given_up: its node was lost, so another replica may have taken its place.
     @ivar adopted: it was found running and taken over, not started by an order.
+    @ivar to_sleep: once it is drained its engine is put to sleep instead of stopped.
     @ivar peak: the most bytes of one device that its engine was seen to use while it served; None if it was never seen.
     """
 
@@ -118,6 +119,7 @@ class ShardRecord:
     given_up: bool = False
     adopted: bool = False
     peak: int | None = None
+    to_sleep: bool = False
 
 
 class RolloutState(StrEnum):

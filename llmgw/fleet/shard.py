@@ -38,6 +38,7 @@ class Wanted(StrEnum):
     RUN = "run"
     DRAIN = "drain"
     STOP = "stop"
+    SLEEP = "sleep"
 
 
 class ShardState(StrEnum):
@@ -49,6 +50,7 @@ class ShardState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    SLEEPING = "sleeping"
     STOPPING = "stopping"
     STOPPED = "stopped"
     BACKOFF = "backoff"
@@ -67,6 +69,7 @@ _LIVE = frozenset(
         ShardState.LOADING,
         ShardState.READY,
         ShardState.DRAINING,
+        ShardState.SLEEPING,
         ShardState.STOPPING,
         ShardState.UNKNOWN,
     }
@@ -76,6 +79,7 @@ _LIVE = frozenset(
 _WORST = (
     ShardState.READY,
     ShardState.DRAINING,
+    ShardState.SLEEPING,
     ShardState.LOADING,
     ShardState.STARTING,
     ShardState.PLACED,
@@ -96,8 +100,9 @@ _SHARD: dict[ShardState, frozenset[ShardState]] = {
     ),
     _S.STARTING: frozenset({_S.LOADING, _S.READY, _S.BACKOFF, _S.FAILED, _S.STOPPING, _S.STOPPED, _S.UNKNOWN}),
     _S.LOADING: frozenset({_S.READY, _S.BACKOFF, _S.FAILED, _S.STOPPING, _S.STOPPED, _S.UNKNOWN}),
-    _S.READY: frozenset({_S.DRAINING, _S.LOADING, _S.BACKOFF, _S.FAILED, _S.STOPPING, _S.STOPPED, _S.UNKNOWN}),
-    _S.DRAINING: frozenset({_S.STOPPING, _S.STOPPED, _S.BACKOFF, _S.FAILED, _S.UNKNOWN}),
+    _S.READY: frozenset({_S.SLEEPING, _S.DRAINING, _S.LOADING, _S.BACKOFF, _S.FAILED, _S.STOPPING, _S.STOPPED, _S.UNKNOWN}),
+    _S.DRAINING: frozenset({_S.SLEEPING, _S.STOPPING, _S.STOPPED, _S.BACKOFF, _S.FAILED, _S.UNKNOWN}),
+    _S.SLEEPING: frozenset({_S.LOADING, _S.READY, _S.BACKOFF, _S.FAILED, _S.STOPPING, _S.STOPPED, _S.UNKNOWN}),
     _S.STOPPING: frozenset({_S.STOPPED, _S.BACKOFF, _S.FAILED, _S.UNKNOWN}),
     _S.STOPPED: frozenset({_S.PLACED, _S.PENDING}),
     _S.BACKOFF: frozenset({_S.PLACED, _S.PENDING, _S.FAILED, _S.STOPPED, _S.UNKNOWN}),
@@ -220,6 +225,7 @@ class ShardReport:
     """What an agent knows of one shard. C{serial} grows with every change of this shard on this agent.
 
     C{key} is the engine's own secret and travels only inside the link and the routing table. C{progress} is 0 to 1.
+    C{sleeps}: its engine can give its memory back and take it again without being started anew.
     C{conditions} are standing remarks, e.g. C{shim_lost}, C{held_by_pid 812}.
     """
 
@@ -248,6 +254,7 @@ class ShardReport:
     conditions: tuple[str, ...] = ()
     limit: int | None = None
     order: ShardOrder | None = None
+    sleeps: bool = False
 
 
 @frozen

@@ -32,7 +32,7 @@ def ledger(draft: Draft, without: frozenset[str] = frozenset()) -> Ledger:
     gone: dict[str, list[Claim]] = defaultdict(list)
     for record in draft.shards.values():
         if record.allocation and record.state not in _FREE:
-            (gone if record.shard in without else claims)[record.allocation.node].append(_claim(record))
+            (gone if record.shard in without else claims)[record.allocation.node].append(_claim(draft, record))
     for node, told in draft.world.told.items():
         claims[node] += [_stray(report) for report in told.shards.values() if _is_stray(draft, node, report)]
     return Ledger(_candidate(draft.world, _vacated(node, gone[node.name]), claims[node.name]) for node in draft.nodes.values())
@@ -62,10 +62,23 @@ def leaving(draft: Draft) -> frozenset[str]:
     )
 
 
-def _claim(record: ShardRecord) -> Claim:
+def _claim(draft: Draft, record: ShardRecord) -> Claim:
     assert record.allocation is not None
     share = bool(record.profile and record.profile.resources.share)
-    return claim_of(record.shard, record.allocation, share, resident=record.state in _RESIDENT)
+    if record.state is ShardState.SLEEPING and (held := _held(draft, record)) is not None:
+        # It keeps only what it still holds. Others who share may have the rest; whoever wants the device alone may not.
+        return evolve(claim_of(record.shard, record.allocation, share=True, resident=True), memory=held)
+    resident = record.state in _RESIDENT or record.state is ShardState.SLEEPING
+    return claim_of(record.shard, record.allocation, share, resident=resident)
+
+
+def _held(draft: Draft, record: ShardRecord) -> int | None:
+    """The most that a shard is seen to hold of one device, None where that cannot be seen."""
+    node = draft.nodes.get(record.allocation.node) if record.allocation else None
+    devices = node.facts.inventory.devices if node and node.facts else ()
+    seen = [p.memory for device in devices for p in device.processes if p.shard == record.shard]
+    known = [memory for memory in seen if memory is not None]
+    return max(known) if known and len(known) == len(seen) else None
 
 
 def _is_stray(draft: Draft, node: str, report: ShardReport) -> bool:

@@ -17,6 +17,7 @@ from llmgw.planning.fleetroom import leaving, ledger
 from llmgw.planning.placement import Placement
 from llmgw.planning.replicas import Replica, given_up, group, wanted
 from llmgw.planning.rollout import Work, leave
+from llmgw.planning.sleep import asleep
 from llmgw.planning.world import Draft
 
 _IDLE = (ShardState.READY, ShardState.BACKOFF)
@@ -43,7 +44,8 @@ def give_way(work: Work, name: str) -> None:
         unused = show_duration(draft.world.unused[replica.model])
         leave(draft, replica, f"gives its room to {name}: it is the least recently used, unused for {unused}")
         draft.say("gave_way", replica.id, f"{replica.id}: gives its room to {pending.want.replica}; unused for {unused}")
-        work.gave[replica.model] = work.gave.get(replica.model, 0) + 1
+        if not asleep(replica):  # one that sleeps is not wanted already
+            work.gave[replica.model] = work.gave.get(replica.model, 0) + 1
     if going:
         work.notes[name] = f"{', '.join(replica.id for replica in going)}, idle and of min 0, makes room for it"
         del work.pending[name]
@@ -80,7 +82,8 @@ def _idle(draft: Draft, besides: str) -> Iterator[Replica]:
         if model is None or model.replicas.min or any(one.id in world.busy for one in replicas.get(name, [])):
             continue
         for replica in reversed(replicas.get(name, [])):
-            if replica.state in _IDLE and not replica.leaving and world.now - replica.shards[0].since >= quiet:
+            calm = world.now - replica.shards[0].since >= quiet
+            if asleep(replica) or (replica.state in _IDLE and not replica.leaving and calm):
                 yield replica
 
 

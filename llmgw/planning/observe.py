@@ -115,8 +115,13 @@ def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
             record = draft.move(record, ShardState.UNKNOWN, "its engine is there after all")
     elif state is not ShardState.STOPPING:
         # The order is under way; until the agent says that it stops, ours is the better word.
-        state = ShardState.DRAINING if record.wanted is Wanted.DRAIN else ShardState.STOPPING
-        said = "as ordered"
+        asleep = record.wanted is Wanted.SLEEP and state is ShardState.SLEEPING
+        winding = ShardState.STOPPING if record.wanted is Wanted.STOP else ShardState.DRAINING
+        state, said = (ShardState.SLEEPING, record.reason) if asleep else (winding, "as ordered")
+        if asleep and record.url:
+            record = evolve(record, url="", key="")
+    if state is ShardState.SLEEPING and record.wanted is Wanted.RUN:
+        state, said = ShardState.LOADING, "it wakes up"
     if state is ShardState.STARTING and record.state in (ShardState.LOADING, ShardState.READY):
         state = ShardState.LOADING
     ready = state is ShardState.READY

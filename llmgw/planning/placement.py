@@ -54,6 +54,13 @@ class Ledger:
             return self._claim(want, rooms)
         return self._refuse(want, kind)
 
+    def holds(self, claim: Claim, node: str) -> bool:
+        """Whether exactly that claim could be made on that node now."""
+        room = self._rooms.get(node)
+        if room is None or claim.host_memory > room.host_free:
+            return False
+        return set(claim.devices) <= {fit.device.uuid for fit in room.fitting(claim.memory, claim.share)}
+
     def ports(self, node: str, count: int) -> tuple[int, ...] | None:
         """Claim C{count} fresh ports on a node, for a new attempt of what is placed there already."""
         room = self._rooms.get(node)

@@ -26,6 +26,7 @@ from llmgw.planning.peaks import follow_peaks
 from llmgw.planning.profiles import follow_rollouts
 from llmgw.planning.replicas import group, turns
 from llmgw.planning.rollout import Pending, Work, follow_gangs, follow_model
+from llmgw.planning.sleep import follow_sleepers
 from llmgw.planning.world import Draft, World
 
 
@@ -71,6 +72,7 @@ def reconcile(world: World) -> Outcome:
     _guarded(broken, "rollouts", follow_rollouts, draft)
     _guarded(broken, "drains", _follow_drains, draft)
     _guarded(broken, "orphans", adopt_matching, draft)
+    _guarded(broken, "sleepers", follow_sleepers, draft)
     replicas = group(draft.shards.values())
     work = Work(draft, turns=turns(replicas))
     if not world.settling:
@@ -115,7 +117,9 @@ def _follow_drains(draft: Draft) -> None:
         if record.wanted is not Wanted.DRAIN or record.state is not ShardState.DRAINING or record.allocation is None:
             continue
         late = world.now - record.since >= drain_limit(record, draft.nodes, world.timing)
-        if late or replica_of(record.shard) in world.idle:
+        if record.to_sleep and not late and replica_of(record.shard) in world.idle:
+            draft.put(evolve(record, wanted=Wanted.SLEEP, to_sleep=False, reason=f"{record.reason}; drained"))
+        elif late or replica_of(record.shard) in world.idle:
             reason = "its time to drain is up" if late else "drained"
             draft.move(evolve(record, wanted=Wanted.STOP), ShardState.STOPPING, f"{record.reason}; {reason}".lstrip("; "))
 

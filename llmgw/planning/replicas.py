@@ -17,6 +17,7 @@ _LATER = 1e12
 _GONE = (NodeState.LOST, NodeState.REMOVED)
 _BEST = (
     ShardState.READY, ShardState.UNKNOWN, ShardState.LOADING, ShardState.STARTING, ShardState.PLACED, ShardState.DRAINING,
+    ShardState.SLEEPING,
     ShardState.STOPPING, ShardState.BACKOFF, ShardState.PENDING, ShardState.STOPPED, ShardState.FAILED,
 )  # fmt: skip
 

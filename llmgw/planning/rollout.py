@@ -24,6 +24,7 @@ from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.profiles import tried_again
 from llmgw.planning.replicas import Replica, given_up, group, surplus, wanted, worst_first
+from llmgw.planning.sleep import can_sleep, lull, wake
 from llmgw.planning.world import Draft
 
 MOVE_AFTER = 3
@@ -87,11 +88,12 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
         _replace(work, model, target, good, old, Victim(victim, reasons[victim.number]))
     elif len(good) > target + (beside := _beside(draft, model, good)):
         for replica in surplus(model, good, target + beside, draft.world.busy):
-            leave(draft, replica, f"{model.name} wants {target}")
+            order_away = lull if target == 0 and can_sleep(draft, replica) else leave
+            order_away(draft, replica, f"{model.name} wants {target}")
     else:
         _welcome(draft, good)
         for _ in range(target - len(good)):
-            if not start(work, model):
+            if not wake(draft, model) and not start(work, model):
                 break
     _remark(work, model, here)
 

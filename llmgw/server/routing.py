@@ -166,7 +166,7 @@ class Routing:
     def _follow_leaving(self, truth: Truth) -> None:
         """Wait for the word of all routers on each replica that is leaving."""
         shards = [record for record in truth.shards.values() if record.allocation is not None]
-        self._leaving = {replica_of(r.shard) for r in shards if r.wanted is not Wanted.RUN}
+        self._leaving = {replica_of(r.shard) for r in shards if r.wanted is not Wanted.RUN and r.state is not ShardState.SLEEPING}
         self._parts = parts_of(r for r in shards if r.wanted is not Wanted.RUN)
         self.unrouted &= self._leaving
         self._waiting &= self._leaving

@@ -61,7 +61,7 @@ class Engine:
         self.settings = settings
         self.names: list[str] = settings.name or ["fake"]
         self.key = key
-        self.loaded = self.hanging = self.stalled = False
+        self.loaded = self.hanging = self.stalled = self.asleep = False
         self.running = self.tokens = self.aborted = self.served = 0
 
     async def run(self) -> None:
@@ -163,6 +163,9 @@ class Engine:
         if path == "/fake/hang":
             self.hanging = True
             return self.answer(writer, 200, "text/plain", "hanging")
+        if path in ("/fake/sleep", "/fake/wake"):
+            self.asleep = path == "/fake/sleep"
+            return self.answer(writer, 200, "text/plain", "")
         if path == "/fake/stall":
             self.stalled = True
             return self.answer(writer, 200, "text/plain", "stalled")
@@ -170,6 +173,7 @@ class Engine:
             self.exit(self.settings.exit_code)
         asked: dict[str, Any] = json.loads(body)
         status = self.settings.fail_requests or (500 if self.settings.health_lies else 0 if self.loaded else 503)
+        status = 503 if self.asleep else status
         if status:
             return self.error(writer, status, "told to fail" if self.loaded else "Loading model")
         if asked.get("model") not in self.names:

@@ -69,6 +69,7 @@ class SimAgent:
     replaced: list[tuple[ShardOrder, ShardState]] = field(factory=list)
     say: Callable[[Any], None] = lambda message: None
     running_requests: int | None = None
+    sleeps: bool = False
     _pids: int = 100
 
     def facts(self) -> NodeFacts:
@@ -106,6 +107,7 @@ class SimAgent:
                 exit=None if engine.live else ShardExit(code=1),
                 order=engine.order,
                 conditions=engine.conditions,
+                sleeps=self.sleeps,
                 load=EngineLoad(self.running_requests, 0) if engine.state is ShardState.READY else EngineLoad(),
             )
             for shard, engine in sorted(self.engines.items())
@@ -133,7 +135,9 @@ class SimAgent:
             self.say(done)
             return
         engine = self.engines.get(order.shard)
-        if order.wanted is Wanted.RUN:
+        if engine is not None and engine.state is ShardState.SLEEPING and order.wanted is Wanted.RUN:
+            engine.state, engine.since = ShardState.LOADING, now
+        elif order.wanted is Wanted.RUN:
             if engine is not None and engine.live and order.attempt > engine.order.attempt:
                 self._succeed(engine, order, now)
             elif engine is None or order.attempt > engine.order.attempt:
@@ -149,6 +153,8 @@ class SimAgent:
             if order.wanted is Wanted.STOP and engine.state is not ShardState.STOPPING:
                 self.stopped.append(order)
                 engine.state, engine.since = ShardState.STOPPING, now
+            elif order.wanted is Wanted.SLEEP and engine.state in (ShardState.READY, ShardState.DRAINING):
+                engine.state, engine.since = ShardState.SLEEPING, now
             elif order.wanted is Wanted.DRAIN and engine.state is ShardState.READY:
                 engine.state, engine.since = ShardState.DRAINING, now
 

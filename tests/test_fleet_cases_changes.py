@@ -1,7 +1,8 @@
 """Cases that fleets of other programs have failed at: orphans and what is left of engines (D), routing (F), deletion, updates and
 drains (G). Here are those about processes that no other file has, and where the others are tested.
 
-    D1   here, and test_death_of_the_engine_takes_what_it_left in test_agent_supervisor.py
+    D1   here, test_death_of_the_engine_takes_what_it_left in test_agent_supervisor.py,
+         test_d1_d7_a_lost_rank_is_replaced_only_when_its_memory_is_back in end_to_end/test_memory_awaited.py
     D2   test_stop_takes_a_grandchild_in_its_own_session in test_agent_supervisor.py,
          test_a_cgroup_per_engine_where_one_is_delegated in test_agent_node_deaths.py
     D3   here, test_a_model_deleted_while_its_node_is_away_is_stopped_on_return in test_server_simulation_changes.py,

@@ -344,6 +344,8 @@ def summary_next(port: int, keep: bool) -> None:
 BEGAN = time.monotonic()
 
 if __name__ == "__main__":
+    # Ended by a signal it stops what it has started, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         sys.exit(main())
     except Failed as error:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from attrs import frozen
 
+from llmgw.engines.launch import whole
 from llmgw.engines.memory import Shape, shape
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Device, Installation, NodeFacts
@@ -50,8 +51,7 @@ class Case:
 
     def argument(self, name: str) -> int | None:
         """A whole-numbered argument, None where it is not given or not a number."""
-        value = self.profile.arguments.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return whole(self.profile.arguments.get(name))
 
     @property
     def quantization(self) -> str | None:

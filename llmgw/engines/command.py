@@ -14,7 +14,7 @@ from twisted.plugin import IPlugin
 from zope.interface import implementer
 
 from llmgw.engines import failures, metrics
-from llmgw.engines.launch import environment_problems, fill, http_url, no_loras, placeholder_problems
+from llmgw.engines.launch import environment_problems, fill, http_url, no_loras, placeholder_problems, visible_devices
 from llmgw.errors import Problem
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, NodeFacts
@@ -131,12 +131,7 @@ class Command:
         serves = allocation.rank == 0
         return ShardLaunch(
             argv=(*installation.command, *fill((*profile.argv, *profile.extra_argv), values)),
-            environment={
-                **profile.environment,
-                "CUDA_VISIBLE_DEVICES": ",".join(allocation.devices),
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                KEY: key,
-            },
+            environment={**profile.environment, **visible_devices(allocation), KEY: key},
             defaults={"PYTHONUNBUFFERED": "1"},
             url=http_url(allocation.address, port) if serves else "",
             ready=profile.health if serves else None,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from llmgw.errors import Problem
 from llmgw.fleet.model import Argument, Profile
-from llmgw.fleet.shard import WeightFiles
+from llmgw.fleet.shard import Allocation, WeightFiles
 from llmgw.interfaces import Flags, ShardLaunch
 
 _PLACEHOLDER = re.compile(r"(?<!\$)\{([a-z_]+)\}")
@@ -109,6 +109,16 @@ def option(name: str, *values: str) -> list[str]:
     return [name, *values]
 
 
+def whole(value: object) -> int | None:
+    """An argument's value if it is a whole number, which C{true} is not."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def fraction(value: object) -> float | None:
+    """An argument's value if it is a number above 0 and at most 1."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1 else None
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """C{", did you mean X?"} for the closest known name, else nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -187,6 +197,13 @@ def weights_problems(profile: Profile, files: WeightFiles | None) -> list[Proble
     return [Problem(text, "weights", "weights_missing")]
 
 
+def unchecked_arguments(profile: Profile, flags: Flags) -> list[Problem]:
+    """A warning where nobody could ask the installation for its options."""
+    if not profile.arguments or flags.names:
+        return []
+    return [Problem("arguments are not checked: the installation's options are not known", "arguments", "unchecked")]
+
+
 def no_loras(profile: Profile, engine: str) -> list[Problem]:
     """Adapters that this engine would not serve under names of their own, so that requests for them got the base's answers."""
     if not profile.loras:
@@ -246,6 +263,11 @@ def placeholder_problems(words: Sequence[str], known: Collection[str]) -> list[P
                 text = f"{{{name}}} is no placeholder; did you mean {{{close[0]}}}? There are {', '.join(sorted(known))}"
                 problems.append(Problem(text, f"argv.{index}", "placeholder"))
     return problems
+
+
+def visible_devices(allocation: Allocation) -> dict[str, str]:
+    """The shard's devices by UUID, and no other; none where it has none. Their numbers are then those of NVML."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(allocation.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def http_url(host: str, port: int) -> str:

@@ -23,7 +23,9 @@ from llmgw.engines.launch import (
     long_options,
     no_loras,
     reserved_arguments,
+    unchecked_arguments,
     unknown_arguments,
+    visible_devices,
     weights_problems,
 )
 from llmgw.engines.llamacpp_memory import OVERHEAD, context_size, device_count, estimate, slots
@@ -221,9 +223,7 @@ class LlamaCpp:
         if node and isinstance(threads, int) and threads > node.inventory.cpus:
             text = f"{threads} threads on {node.inventory.cpus} processors are slower than {node.inventory.cpus}"
             found.append(Problem(text, "arguments.threads", "threads"))
-        if profile.arguments and not flags.names:
-            found.append(Problem("arguments are not checked: the installation's options are not known", "arguments", "unchecked"))
-        return found
+        return found + unchecked_arguments(profile, flags)
 
     def launch(
         self,
@@ -247,12 +247,7 @@ class LlamaCpp:
         command = installation.command or self.default_command
         return ShardLaunch(
             argv=(*command, *own, *long_options(arguments, lambda name: commas), *profile.extra_argv),
-            environment={
-                **profile.environment,
-                "CUDA_VISIBLE_DEVICES": ",".join(allocation.devices),
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                KEY: key,
-            },
+            environment={**profile.environment, **visible_devices(allocation), KEY: key},
             # Without the ping's write a server with streams open takes 30 s to notice SIGTERM.
             defaults={"LLAMA_ARG_SSE_PING_INTERVAL": "1", "LLAMA_ARG_OFFLINE": "1"}
             | ({"LLAMA_ARG_FIT": "off"} if profile.context else {}),
@@ -268,9 +263,7 @@ class LlamaCpp:
 
     def load(self, metrics_text: str) -> EngineLoad:
         """Requests running and deferred. It has no figure for its cache."""
-        found = metrics.samples(metrics_text, {_RUNNING, _WAITING, _PROGRESS})
-        running, waiting, progress = (metrics.total(found, name) for name in (_RUNNING, _WAITING, _PROGRESS))
-        return EngineLoad(running=running, waiting=waiting, tokens=progress)
+        return metrics.engine_load(metrics_text, _RUNNING, _WAITING, tokens=(_PROGRESS,))
 
     def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
         """By the texts that llama.cpp ends with."""

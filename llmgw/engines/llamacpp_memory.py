@@ -16,6 +16,7 @@ from attrs import frozen
 
 from llmgw.engines.cache import LayerCache, Pages, bytes_of
 from llmgw.engines.estimates import layers_of, unknown
+from llmgw.engines.launch import whole
 from llmgw.engines.memory import number, shape
 from llmgw.fleet.estimate import Estimate, RankMemory
 from llmgw.fleet.model import Profile
@@ -37,8 +38,8 @@ WIDTHS = {
 
 def slots(profile: Profile) -> int:
     """How many requests it runs at once."""
-    wanted = profile.arguments.get("parallel")
-    return wanted if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0 else SLOTS
+    wanted = whole(profile.arguments.get("parallel")) or 0
+    return wanted if wanted > 0 else SLOTS
 
 
 def unified(profile: Profile) -> bool:
@@ -132,19 +133,18 @@ def _bytes(weights: _Split, ids: Sequence[int], host: bool) -> int:
 
 def _offloaded(profile: Profile, layers: int) -> int:
     """How many of the layers and the output go to devices: all, unless the profile says how many."""
-    named = profile.arguments.get("n-gpu-layers", profile.arguments.get("gpu-layers"))
-    wanted = named if isinstance(named, int) and not isinstance(named, bool) and named >= 0 else layers + 1
-    return min(wanted, layers + 1)
+    named = whole(profile.arguments.get("n-gpu-layers", profile.arguments.get("gpu-layers")))
+    return layers + 1 if named is None or named < 0 else min(named, layers + 1)
 
 
 def _pages(profile: Profile) -> Pages:
-    batch = profile.arguments.get("ubatch-size")
-    ubatch = batch if isinstance(batch, int) and not isinstance(batch, bool) and batch > 0 else UBATCH
-    whole = profile.arguments.get("swa-full") is True
+    batch = whole(profile.arguments.get("ubatch-size")) or 0
+    ubatch = batch if batch > 0 else UBATCH
+    in_full = profile.arguments.get("swa-full") is True
     at_once = slots(profile) if unified(profile) else 1
 
     def held(layer: LayerCache, tokens: int) -> int:
-        kept = tokens if layer.window is None or whole else min(tokens, layer.window * at_once + ubatch)
+        kept = tokens if layer.window is None or in_full else min(tokens, layer.window * at_once + ubatch)
         return -(-kept // PADDING) * PADDING
 
     key, value = (WIDTHS.get(str(profile.arguments.get(f"cache-type-{which}", "f16")), 2.0) for which in "kv")

@@ -6,7 +6,9 @@ A vLLM with a few models prints thousands of histogram lines; an agent reads the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+
+from llmgw.fleet.shard import EngineLoad
 
 Samples = Mapping[str, list[float]]
 
@@ -42,3 +44,10 @@ def total(found: Samples, name: str) -> int | None:
 def highest(found: Samples, name: str) -> float | None:
     """The greatest over label sets: with data parallel ranks the fullest is what hurts."""
     return max(found[name]) if name in found else None
+
+
+def engine_load(text: str, running: str, waiting: str, cache: str = "", tokens: Sequence[str] = ()) -> EngineLoad:
+    """The load by these samples' names: requests summed over data parallel ranks, the cache of the fullest, all tokens."""
+    found = samples(text, {name for name in (running, waiting, cache, *tokens) if name})
+    counts = [count for name in tokens if (count := total(found, name)) is not None]
+    return EngineLoad(total(found, running), total(found, waiting), highest(found, cache), sum(counts) if counts else None)

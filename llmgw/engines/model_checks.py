@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from llmgw.engines.case import Case, divisors
+from llmgw.engines.launch import fraction
 from llmgw.engines.memory import number, text_config
 from llmgw.errors import Problem
 
@@ -154,3 +155,18 @@ def kv_heads_repeated(case: Case) -> Iterator[Problem]:
         times = parallel.tensor // kv
         text = f"tensor {parallel.tensor} is more than the model's {kv} key-value heads: each is kept {times} times"
         yield Problem(text, "parallel.tensor", "kv_heads_repeated")
+
+
+def memory_share(case: Case, name: str, value: object, where: str, all_of_it: bool = False) -> Iterator[Problem]:
+    """The part of a device's memory that an engine is told to take: a fraction, and said in one place only.
+
+    @param value: what stands at C{where} for C{name}, None if nothing does.
+    @param all_of_it: whether 1 is one.
+    """
+    if value is None:
+        return
+    if (share := fraction(value)) is None or (share == 1 and not all_of_it):
+        kind = "above 0 and at most 1" if all_of_it else "between 0 and 1"
+        yield Problem(f"{name} is a fraction {kind}, found {value!r}", where, "argument_value")
+    elif case.profile.resources.device_memory is not None or case.profile.resources.share:
+        yield Problem(f"`resources` say how much device memory it may take: leave {name} out", where, "reserved_argument")

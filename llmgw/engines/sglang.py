@@ -13,30 +13,28 @@ C{/health} runs a generation, which a long prefill delays; C{/ready} is a flag, 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 
 from twisted.plugin import IPlugin
 from zope.interface import implementer
 
-from llmgw.engines import failures, lora, metrics, sglang_checks
-from llmgw.engines.case import Case, version_of
-from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, words
+from llmgw.engines import lora, metrics, sglang_checks
+from llmgw.engines.case import version_of
+from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, visible_devices, whole, words
 from llmgw.engines.sglang_failures import FAILURES, GUESSES
 from llmgw.engines.sglang_memory import OVERHEAD, estimate
+from llmgw.engines.torch_engine import Milestones, TorchEngine, told_share, torch_defaults, weights_words
 from llmgw.errors import Problem
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
-from llmgw.fleet.node import Installation, NodeFacts
-from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
+from llmgw.fleet.node import Installation
+from llmgw.fleet.shard import Allocation, EngineLoad, WeightFiles
 from llmgw.interfaces import (
     Flags,
     IEngineAdapter,
     IMemoryEstimator,
     IServedNames,
-    Needs,
-    Phase,
     SecretFile,
     ShardLaunch,
 )
@@ -49,7 +47,7 @@ PORTS = 17
 STORE = 12
 _LISTS = frozenset({"forward-hooks", "sidecar-args", "decoupled-spec-connect-endpoints"})
 
-_PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
+_MILESTONES: Milestones = (
     (re.compile(r"server_args=.*\bnode_rank=[1-9]"), "ready", 1.0),
     (re.compile(r"server_args="), "configured", 0.02),
     (re.compile(r"Load weight begin"), "weights", 0.05),
@@ -59,21 +57,22 @@ _PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
     (re.compile(r"Capture .*graph.* begin"), "graphs", 0.85),
     (re.compile(r"The server is fired up and ready to roll"), "ready", 1.0),
 )
-_SHARDS = re.compile(r"Loading .*checkpoint shards: +(\d+)%")
-_WEIGHTS_FROM, _WEIGHTS_TO = 0.05, 0.6
-
 _RUNNING, _WAITING, _KV = "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"
-_PROMPT, _GENERATED = "sglang:prompt_tokens_total", "sglang:generation_tokens_total"
-_NAMES = frozenset({_RUNNING, _WAITING, _KV, _PROMPT, _GENERATED})
+_TOKENS = ("sglang:prompt_tokens_total", "sglang:generation_tokens_total")
 _RANK = re.compile(r'(?P<name>sglang:\w+)\{[^}]*\b(?:tp|pp|moe_ep)_rank="[1-9]')
 
 
 @implementer(IPlugin, IEngineAdapter, IMemoryEstimator, IServedNames)
-class Sglang:
+class Sglang(TorchEngine):
     """The C{sglang} engine."""
 
     name = "sglang"
     default_command: tuple[str, ...] = ("sglang",)
+    title = "SGLang"
+    refusals = (sglang_checks.problems,)
+    doubts = (sglang_checks.warnings,)
+    milestones = _MILESTONES
+    known, guessed = FAILURES, GUESSES
 
     def version_argv(self, command: Sequence[str]) -> list[str] | None:
         """C{version}; a command of its own, not an option."""
@@ -92,40 +91,13 @@ class Sglang:
         """What the help shows."""
         return help_flags(output)
 
-    def needs(self, profile: Profile, files: WeightFiles | None) -> Needs:
-        """One device for each rank on the node; memory from the weights and one context where they are known."""
-        parallel, resources = profile.parallel, profile.resources
-        devices = -(-parallel.world // parallel.nodes) if resources.devices is None else resources.devices
-        memory, found = resources.device_memory, self.estimate(profile, files)
-        if memory is None and devices and found.need is not None:
-            memory = found.need if resources.share else math.ceil(found.need / found.share)
-        return Needs(devices, memory, resources.host_memory or 0, PORTS, found.context)
-
     def estimate(self, profile: Profile, files: WeightFiles | None) -> Estimate:
         """See L{llmgw.engines.sglang_memory}."""
         return estimate(profile, files)
 
-    def problems(
-        self,
-        profile: Profile,
-        files: WeightFiles | None,
-        node: NodeFacts | None,
-        installation: Installation | None,
-        flags: Flags,
-    ) -> list[Problem]:
-        """See L{sglang_checks}."""
-        return sglang_checks.problems(Case(profile, files, node, installation, flags, "SGLang"))
-
-    def warnings(
-        self,
-        profile: Profile,
-        files: WeightFiles | None,
-        node: NodeFacts | None,
-        installation: Installation | None,
-        flags: Flags,
-    ) -> list[Problem]:
-        """See L{sglang_checks}."""
-        return sglang_checks.warnings(Case(profile, files, node, installation, flags, "SGLang"))
+    def ports(self, profile: Profile) -> int:
+        """All that it would pick by itself."""
+        return PORTS
 
     def name_problems(self, served: Sequence[str]) -> list[Problem]:
         """V27: a colon separates a LoRA adapter's name to SGLang."""
@@ -146,7 +118,7 @@ class Sglang:
     ) -> ShardLaunch:
         """One rank's process; rank 0 serves."""
         serves, port = allocation.rank == 0, allocation.ports[0]
-        own = [*_weights(profile, files), "--config", f"{{secret:{CONFIG}}}"]
+        own = [*weights_words(profile, files), "--config", f"{{secret:{CONFIG}}}"]
         own += ["--host", allocation.address, "--port", str(port), *option("--served-model-name", *served[:1])]
         own += _parallel(profile, allocation)
         if (share := memory_fraction(profile, allocation)) is not None:
@@ -158,49 +130,25 @@ class Sglang:
         # Its metrics and health are asked for every few seconds; nobody wants to read that.
         own += ["--uvicorn-access-log-exclude-prefixes", "/metrics", "/health", "/ready", "--enable-metrics"]
         arguments = long_options(profile.arguments, lambda name: joined if name in _LISTS else words)
-        seats = profile.arguments.get("max-running-requests")
         return ShardLaunch(
             argv=(*(installation.command or self.default_command), "serve", *own, *arguments, *profile.extra_argv),
             environment={**profile.environment, **_environment(allocation)},
-            defaults=_defaults(files, allocation),
+            # Under many long prompts 20 s pass without any output of a working engine.
+            defaults=torch_defaults(files, allocation, DO_NOT_TRACK="1", SGLANG_HEALTH_CHECK_TIMEOUT="120"),
             # JSON is YAML, and quotes whatever is in the key.
             secrets=(SecretFile(CONFIG, f"api-key: {json.dumps(key)}\n"),),
             url=http_url(allocation.address, port) if serves else "",
             ready=_ready(installation) if serves else None,
             models="/v1/models" if serves else None,
             metrics="/metrics" if serves else None,
-            limit=seats if isinstance(seats, int) and not isinstance(seats, bool) else None,
+            limit=whole(profile.arguments.get("max-running-requests")),
             key=key,
         )
-
-    def phase(self, line: str) -> Phase | None:
-        """The milestones of its log, and how many files of the weights are read."""
-        if (shards := _SHARDS.findall(line)) and (done := int(shards[-1])) <= 100:
-            return Phase("weights", round(_WEIGHTS_FROM + done / 100 * (_WEIGHTS_TO - _WEIGHTS_FROM), 3))
-        return next((Phase(name, progress) for pattern, name, progress in _PHASES if pattern.search(line)), None)
 
     def load(self, metrics_text: str) -> EngineLoad:
         """Requests summed over data parallel ranks, never over the tensor ranks that work on the same ones."""
         lines = (line for line in metrics_text.splitlines() if not _RANK.match(line))
-        found = metrics.samples("\n".join(lines), _NAMES)
-        tokens = [metrics.total(found, name) for name in (_PROMPT, _GENERATED)]
-        return EngineLoad(
-            metrics.total(found, _RUNNING),
-            metrics.total(found, _WAITING),
-            metrics.highest(found, _KV),
-            sum(filter(None, tokens)) if any(count is not None for count in tokens) else None,
-        )
-
-    def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
-        """By the table in L{sglang_failures}, which tells its own SIGKILL from the kernel's."""
-        return failures.diagnosis("SGLang", FAILURES, exit, tail, GUESSES)
-
-
-def _weights(profile: Profile, files: WeightFiles | None) -> list[str]:
-    if files is not None and files.found:
-        return [files.path]
-    name, _, revision = (profile.weights or "").removeprefix("hf:").partition("@")
-    return [name, *(["--revision", revision] if revision else [])]
+        return metrics.engine_load("\n".join(lines), _RUNNING, _WAITING, _KV, _TOKENS)
 
 
 def _ready(installation: Installation) -> str:
@@ -246,27 +194,16 @@ def memory_fraction(profile: Profile, allocation: Allocation) -> float | None:
     if "mem-fraction-static" in profile.arguments:
         return None
     # Activations and graphs come on top of it.
-    return max(0.01, int(min((allocation.memory - OVERHEAD) / free, 0.95) * 1000) / 1000)
+    return told_share((allocation.memory - OVERHEAD) / free)
 
 
 def _environment(allocation: Allocation) -> dict[str, str]:
-    found = {"CUDA_VISIBLE_DEVICES": ",".join(allocation.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    found = visible_devices(allocation)
     if len(allocation.ports) >= PORTS:
         # One port for all ranks, the same for every engine on the node unless it is told.
         found["SGLANG_TCP_STORE_PORT"] = str((allocation.head_port or allocation.ports[1]) + STORE)
     if allocation.nodes > 1 and allocation.rank < len(allocation.peers):
         found["SGLANG_HOST_IP"] = allocation.peers[allocation.rank]
-    return found
-
-
-def _defaults(files: WeightFiles | None, allocation: Allocation) -> dict[str, str]:
-    found = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
-    # Under many long prompts 20 s pass without any output of a working engine.
-    found["SGLANG_HEALTH_CHECK_TIMEOUT"] = "120"
-    if files is not None and files.found:
-        found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if allocation.nodes > 1 and allocation.interface:
-        found |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), allocation.interface)
     return found
 
 

@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from llmgw.engines import lora, model_checks, node_checks
 from llmgw.engines.case import Case, divisors
-from llmgw.engines.launch import environment_problems, reserved_arguments, unknown_arguments, weights_problems
+from llmgw.engines.launch import (
+    environment_problems,
+    reserved_arguments,
+    unchecked_arguments,
+    unknown_arguments,
+    weights_problems,
+)
 from llmgw.errors import Problem
 
 _GIVEN = "llmgw gives it host and port"
@@ -77,10 +83,7 @@ def problems(case: Case) -> list[Problem]:
 def warnings(case: Case) -> list[Problem]:
     """What will work, but not as well as it could."""
     found = [*model_checks.kv_heads_repeated(case), *lora.base_differs(case), *node_checks.warnings(case)]
-    if case.profile.arguments and not case.flags.names:
-        text = "arguments are not checked: the installation's options are not known"
-        found.append(Problem(text, "arguments", "unchecked"))
-    return found
+    return found + unchecked_arguments(case.profile, case.flags)
 
 
 def _nodes(case: Case) -> Iterator[Problem]:
@@ -125,15 +128,8 @@ def _quantization(case: Case) -> Iterator[Problem]:
 
 
 def _fraction(case: Case) -> Iterator[Problem]:
-    name, resources = "mem-fraction-static", case.profile.resources
-    value = case.profile.arguments.get(name)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        yield Problem(f"{name} is a fraction between 0 and 1, found {value!r}", f"arguments.{name}", "argument_value")
-    elif resources.device_memory is not None or resources.share:
-        text = f"`resources` say how much device memory it may take: leave {name} out"
-        yield Problem(text, f"arguments.{name}", "reserved_argument")
+    name = "mem-fraction-static"
+    yield from model_checks.memory_share(case, name, case.profile.arguments.get(name), f"arguments.{name}")
 
 
 def _values(case: Case) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ but for C{SIGQUIT received} in the output, which is a consequence, so it stands 
 from __future__ import annotations
 
 from llmgw.engines.failures import CONFIGURATION, RETRY, UNKNOWN, Failure, failure
-from llmgw.engines.torch_failures import ANY_TORCH
+from llmgw.engines.torch_failures import ANY_TORCH, raised
 
 FAILURES: tuple[Failure, ...] = (
     failure(
@@ -89,18 +89,8 @@ FAILURES: tuple[Failure, ...] = (
 )
 
 GUESSES: tuple[Failure, ...] = (
-    failure(
-        r"AssertionError: (?P<why>.+)",
-        CONFIGURATION,
-        "{why}",
-        "Correct the profile, if this is about a setting; else read its output.",
-    ),
-    failure(
-        r"ValueError: (?P<why>.+)",
-        CONFIGURATION,
-        "{why}",
-        "Correct the profile, if this is about a setting; else read its output.",
-    ),
+    raised("AssertionError"),
+    raised("ValueError"),
     failure(
         r"Health check failed\. Server couldn't get a response from detokenizer for last (?P<time>\d+) seconds",
         RETRY,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from attrs import evolve
 
 from llmgw.engines import vllm_memory
+from llmgw.engines.launch import fraction
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.shard import WeightFiles
@@ -23,9 +24,7 @@ _SAME = ("kv-cache-dtype", "dtype", "quantization")
 
 def share(profile: Profile) -> float:
     """The part of a device that weights and cache may take."""
-    value = profile.arguments.get("mem-fraction-static")
-    said = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-    return float(value) if said else DEFAULT_SHARE  # type: ignore[arg-type]
+    return fraction(profile.arguments.get("mem-fraction-static")) or DEFAULT_SHARE
 
 
 def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:

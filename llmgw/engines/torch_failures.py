@@ -147,3 +147,9 @@ ANY_TORCH: tuple[Failure, ...] = (
         id="F26",
     ),
 )
+
+
+def raised(*kinds: str) -> Failure:
+    """A guess by what one of these exceptions of Python says."""
+    advice = "Correct the profile, if this is about a setting; else read its output."
+    return failure(rf"(?:{'|'.join(kinds)}): (?P<why>.+)", CONFIGURATION, "{why}", advice)

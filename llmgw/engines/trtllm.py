@@ -12,30 +12,32 @@ weights' folder and asks for no name in requests; then no name is looked for.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 
 from twisted.plugin import IPlugin
 from zope.interface import implementer
 
-from llmgw.engines import failures, metrics, trtllm_checks
-from llmgw.engines.case import Case, version_of
-from llmgw.engines.launch import help_flags, http_url, long_options, option
+from llmgw.engines import metrics, trtllm_checks
+from llmgw.engines.case import version_of
+from llmgw.engines.launch import help_flags, http_url, long_options, option, visible_devices, whole
+from llmgw.engines.torch_engine import Milestones, TorchEngine, told_share, torch_defaults, weights_words
 from llmgw.engines.trtllm_checks import OPTIONS
 from llmgw.engines.trtllm_failures import FAILURES, GUESSES
 from llmgw.engines.trtllm_memory import OVERHEAD, estimate
-from llmgw.errors import Problem
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Argument, Profile
-from llmgw.fleet.node import Installation, NodeFacts
-from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
-from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, Needs, Phase, SecretFile, ShardLaunch
+from llmgw.fleet.node import Installation
+from llmgw.fleet.shard import Allocation, EngineLoad, WeightFiles
+from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, SecretFile, ShardLaunch
 
 CONFIG = "trtllm.yaml"
 NAMED_SINCE, CONFIG_SINCE = (1, 3), (1, 2)
 
-_PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
+# Its workers are started by mpirun, which refuses root otherwise.
+_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+_MILESTONES: Milestones = (
     (re.compile(r"TensorRT[- ]LLM version: "), "configured", 0.02),
     (re.compile(r"Loading weights|Use \d+\.?\d* GB for model weights"), "weights", 0.1),
     (re.compile(r"Model init total|weights loaded|Loading weights? took"), "weights", 0.6),
@@ -47,11 +49,16 @@ _RUNNING, _WAITING, _KV = "trtllm_num_requests_running", "trtllm_num_requests_wa
 
 
 @implementer(IPlugin, IEngineAdapter, IMemoryEstimator)
-class Trtllm:
+class Trtllm(TorchEngine):
     """The C{trtllm} engine."""
 
     name = "trtllm"
     default_command: tuple[str, ...] = ("trtllm-serve",)
+    title = "TensorRT-LLM"
+    refusals = (trtllm_checks.problems,)
+    doubts = (trtllm_checks.warnings,)
+    milestones = _MILESTONES
+    known, guessed = FAILURES, GUESSES
 
     def version_argv(self, command: Sequence[str]) -> list[str] | None:
         """It has no option for that, but prints its version whenever it is started."""
@@ -70,40 +77,9 @@ class Trtllm:
         """What the help shows; its help writes C{--a / --no-a} for both ways of a switch."""
         return help_flags(re.sub(r"(?m)^(\s+--\S+) / (--no-\S+)", r"\1, \2", output))
 
-    def needs(self, profile: Profile, files: WeightFiles | None) -> Needs:
-        """One device for each rank; memory from the weights and one context where they are known."""
-        resources = profile.resources
-        devices = profile.parallel.world if resources.devices is None else resources.devices
-        memory, found = resources.device_memory, self.estimate(profile, files)
-        if memory is None and devices and found.need is not None:
-            memory = found.need if resources.share else math.ceil(found.need / found.share)
-        return Needs(devices, memory, resources.host_memory or 0, 1, found.context)
-
     def estimate(self, profile: Profile, files: WeightFiles | None) -> Estimate:
         """See L{llmgw.engines.trtllm_memory}."""
         return estimate(profile, files)
-
-    def problems(
-        self,
-        profile: Profile,
-        files: WeightFiles | None,
-        node: NodeFacts | None,
-        installation: Installation | None,
-        flags: Flags,
-    ) -> list[Problem]:
-        """See L{trtllm_checks}."""
-        return trtllm_checks.problems(Case(profile, files, node, installation, flags, "TensorRT-LLM"))
-
-    def warnings(
-        self,
-        profile: Profile,
-        files: WeightFiles | None,
-        node: NodeFacts | None,
-        installation: Installation | None,
-        flags: Flags,
-    ) -> list[Problem]:
-        """See L{trtllm_checks}."""
-        return trtllm_checks.warnings(Case(profile, files, node, installation, flags, "TensorRT-LLM"))
 
     def launch(
         self,
@@ -122,44 +98,30 @@ class Trtllm:
         # The only option with a dash in it.
         cli = {("generation-config" if n == "generation_config" else n): v for n, v in given.items() if n in OPTIONS}
         api = {name: value for name, value in given.items() if name not in OPTIONS and value is not None}
-        own = [*_weights(profile, files), "--host", allocation.address, "--port", str(port)]
+        own = [*weights_words(profile, files), "--host", allocation.address, "--port", str(port)]
         if named:
             own += [*option("--served_model_name", *served[:1]), "--no-telemetry"]
         own += ["--extra_llm_api_options" if version is not None and version < CONFIG_SINCE else "--config"]
         settings = json.dumps(configuration(profile, allocation, files, api), indent=1)
-        seats = given.get("max_batch_size")
         return ShardLaunch(
             argv=(
                 *(installation.command or self.default_command), "serve", *own, f"{{secret:{CONFIG}}}", *_options(cli),
                 *profile.extra_argv,
             ),
-            environment={
-                **profile.environment,
-                "CUDA_VISIBLE_DEVICES": ",".join(allocation.devices),
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            },
-            defaults=_defaults(files),
+            environment={**profile.environment, **visible_devices(allocation)},
+            defaults=torch_defaults(files, allocation, DO_NOT_TRACK="1", **_AS_ROOT),
             # Nothing in it is secret; a file of the shard's own is what it needs.
             secrets=(SecretFile(CONFIG, settings),),
             url=http_url(allocation.address, port),
             ready="/health",
             models="/v1/models" if named else "",
             metrics="/prometheus/metrics",
-            limit=seats if isinstance(seats, int) and not isinstance(seats, bool) else None,
+            limit=whole(given.get("max_batch_size")),
         )  # fmt: skip
-
-    def phase(self, line: str) -> Phase | None:
-        """The milestones of its log."""
-        return next((Phase(name, progress) for pattern, name, progress in _PHASES if pattern.search(line)), None)
 
     def load(self, metrics_text: str) -> EngineLoad:
         """Requests and cache; it counts no tokens there."""
-        found = metrics.samples(metrics_text, {_RUNNING, _WAITING, _KV})
-        return EngineLoad(metrics.total(found, _RUNNING), metrics.total(found, _WAITING), metrics.highest(found, _KV))
-
-    def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
-        """By the table in L{trtllm_failures}."""
-        return failures.diagnosis("TensorRT-LLM", FAILURES, exit, tail, GUESSES)
+        return metrics.engine_load(metrics_text, _RUNNING, _WAITING, _KV)
 
 
 def _options(given: Mapping[str, Argument]) -> list[str]:
@@ -169,13 +131,6 @@ def _options(given: Mapping[str, Argument]) -> list[str]:
         for one in value if isinstance(value, list) else [value]:
             argv += long_options({name: one})
     return argv
-
-
-def _weights(profile: Profile, files: WeightFiles | None) -> list[str]:
-    if files is not None and files.found:
-        return [files.path]
-    name, _, revision = (profile.weights or "").removeprefix("hf:").partition("@")
-    return [name, *(["--revision", revision] if revision else [])]
 
 
 def configuration(
@@ -209,16 +164,7 @@ def cache_fraction(profile: Profile, allocation: Allocation, files: WeightFiles 
     if not free or allocation.memory is None or not claimed or not weights:
         return None
     after, mine = free - weights - OVERHEAD, allocation.memory - weights - OVERHEAD
-    return max(0.01, int(min(mine / after, 0.95) * 1000) / 1000) if after > 0 else None
-
-
-def _defaults(files: WeightFiles | None) -> dict[str, str]:
-    found = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
-    # Its workers are started by mpirun, which refuses root otherwise.
-    found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    if files is not None and files.found:
-        found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return found
+    return told_share(mine / after) if after > 0 else None
 
 
 trtllm = Trtllm()

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 
 from llmgw.engines import model_checks, node_checks
 from llmgw.engines.case import Case
-from llmgw.engines.launch import environment_problems, nearest, no_loras, reserved_arguments, weights_problems
+from llmgw.engines.launch import (
+    environment_problems,
+    nearest,
+    no_loras,
+    reserved_arguments,
+    unchecked_arguments,
+    weights_problems,
+)
 from llmgw.errors import Problem
 
 _SET = "set `parallel` in the profile"
@@ -49,6 +56,7 @@ SETTINGS = frozenset(
     | {"tokenizer_mode", "tokenizer_revision", "torch_compile_config", "trust_remote_code"}
 )
 BUILD_CAPABILITY = 80
+_FRACTION = "free_gpu_memory_fraction"
 _INTEGERS = ("max_batch_size", "max_num_tokens", "max_beam_width", "max_input_len")
 
 
@@ -84,10 +92,7 @@ def warnings(case: Case) -> list[Problem]:
     if case.node is not None and not case.node.address.startswith(("127.", "::1")):
         text = f"TensorRT-LLM takes no key: whoever reaches {case.node.name}'s ports may use it; let only the routers in"
         found.append(Problem(text, "engine", "no_key"))
-    if case.profile.arguments and not case.flags.names:
-        text = "arguments are not checked: the installation's options are not known"
-        found.append(Problem(text, "arguments", "unchecked"))
-    return found
+    return found + unchecked_arguments(case.profile, case.flags)
 
 
 def _arguments(case: Case) -> Iterator[Problem]:
@@ -132,21 +137,11 @@ def _batch(case: Case) -> Iterator[Problem]:
 
 
 def _fraction(case: Case) -> Iterator[Problem]:
-    cache, resources = case.profile.arguments.get("kv_cache_config"), case.profile.resources
-    if cache is None:
-        return
-    if not isinstance(cache, Mapping):
-        yield Problem(f"kv_cache_config is a section, found {cache!r}", "arguments.kv_cache_config", "argument_value")
-        return
-    value = cache.get("free_gpu_memory_fraction")
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        text = f"free_gpu_memory_fraction is a fraction between 0 and 1, found {value!r}"
-        yield Problem(text, "arguments.kv_cache_config", "argument_value")
-    elif resources.device_memory is not None or resources.share:
-        text = "`resources` say how much device memory it may take: leave free_gpu_memory_fraction out"
-        yield Problem(text, "arguments.kv_cache_config", "reserved_argument")
+    cache, where = case.profile.arguments.get("kv_cache_config"), "arguments.kv_cache_config"
+    if cache is not None and not isinstance(cache, Mapping):
+        yield Problem(f"kv_cache_config is a section, found {cache!r}", where, "argument_value")
+    elif cache is not None:
+        yield from model_checks.memory_share(case, _FRACTION, cache.get(_FRACTION), where)
 
 
 def _node(case: Case) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmgw.engines.failures import CLEAN, CONFIGURATION, RETRY, Failure, failure
-from llmgw.engines.torch_failures import ANY_TORCH
+from llmgw.engines.torch_failures import ANY_TORCH, raised
 
 FAILURES: tuple[Failure, ...] = (
     failure(
@@ -69,11 +69,4 @@ FAILURES: tuple[Failure, ...] = (
     *ANY_TORCH,
 )
 
-GUESSES: tuple[Failure, ...] = (
-    failure(
-        r"(?:AssertionError|ValueError): (?P<why>.+)",
-        CONFIGURATION,
-        "{why}",
-        "Correct the profile, if this is about a setting; else read its output.",
-    ),
-)
+GUESSES: tuple[Failure, ...] = (raised("AssertionError", "ValueError"),)

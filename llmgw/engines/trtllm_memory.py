@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from attrs import evolve
 
 from llmgw.engines import vllm_memory
+from llmgw.engines.launch import fraction
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.shard import WeightFiles
@@ -22,8 +23,7 @@ def share(profile: Profile) -> float:
     """The part of what the weights leave that the cache may take."""
     cache = profile.arguments.get("kv_cache_config")
     value = cache.get("free_gpu_memory_fraction") if isinstance(cache, Mapping) else None
-    said = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-    return float(value) if said else DEFAULT_SHARE  # type: ignore[arg-type]
+    return fraction(value) or DEFAULT_SHARE
 
 
 def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:

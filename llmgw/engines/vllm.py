@@ -9,36 +9,33 @@ devices are shared, where the profile claims memory, or where somebody else's me
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
 from twisted.plugin import IPlugin
 from zope.interface import implementer
 
-from llmgw.engines import failures, lora, metrics, vllm_fit
-from llmgw.engines import vllm_checks as checks
-from llmgw.engines.case import Case
-from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, words
+from llmgw.engines import lora, metrics, vllm_checks, vllm_fit
+from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, visible_devices, whole, words
+from llmgw.engines.torch_engine import Milestones, TorchEngine, told_share, torch_defaults, weights_words
 from llmgw.engines.vllm_failures import FAILURES, GUESSES
 from llmgw.engines.vllm_memory import DEFAULT_SHARE, estimate
-from llmgw.errors import Problem
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
-from llmgw.fleet.node import Installation, NodeFacts
-from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
-from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, Needs, Phase, ShardLaunch
+from llmgw.fleet.node import Installation
+from llmgw.fleet.shard import Allocation, EngineLoad, WeightFiles
+from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, ShardLaunch
 
 KEY = "VLLM_API_KEY"
 # How long running requests may go on after SIGTERM; llmgw has drained before, so this is for what came late.
 SHUTDOWN = 10
-# The most of a device's total memory that is asked for, and what is left free beside other people's memory.
-MOST, BESIDE_OTHERS = 0.95, 0.01
+# What part of a device's total memory is left free beside other people's.
+BESIDE_OTHERS = 0.01
 
 # Options that want a list as JSON; every other list becomes words of its own.
 _JSON_LISTS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
 
-_PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
+_MILESTONES: Milestones = (
     (re.compile(r"Resolved architecture: "), "configured", 0.02),
     (re.compile(r"DP group leader"), "joining ranks", 0.03),
     (re.compile(r"Starting to load model"), "weights", 0.05),
@@ -49,19 +46,21 @@ _PHASES: tuple[tuple[re.Pattern[str], str, float | None], ...] = (
     (re.compile(r"init engine .* took"), "warm", 0.97),
     (re.compile(r"Application startup complete|Launching .*headless.*, with head node address"), "ready", 1.0),
 )
-_SHARDS = re.compile(r"Loading .*checkpoint shards: +(\d+)%")
-_WEIGHTS_FROM, _WEIGHTS_TO = 0.05, 0.6
-
 _RUNNING, _WAITING, _KV = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
-_PROMPT, _GENERATED = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+_TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 
 
 @implementer(IPlugin, IEngineAdapter, IMemoryEstimator)
-class Vllm:
+class Vllm(TorchEngine):
     """The C{vllm} engine."""
 
     name = "vllm"
     default_command: tuple[str, ...] = ("vllm",)
+    title = "vLLM"
+    refusals = (vllm_checks.problems, vllm_fit.problems)
+    doubts = (vllm_checks.warnings, vllm_fit.warnings)
+    milestones = _MILESTONES
+    known, guessed = FAILURES, GUESSES
 
     def version_argv(self, command: Sequence[str]) -> list[str] | None:
         """C{--version}."""
@@ -83,44 +82,13 @@ class Vllm:
         pairs = {name for name in hidden if _opposite(name[5:]) in shown.switches}
         return Flags(shown.names | pairs, shown.switches | pairs)
 
-    def needs(self, profile: Profile, files: WeightFiles | None) -> Needs:
-        """One device for each rank on the node; memory from the weights and one context where they are known."""
-        parallel, resources = profile.parallel, profile.resources
-        devices = -(-parallel.world // parallel.nodes) if resources.devices is None else resources.devices
-        memory, found = resources.device_memory, self.estimate(profile, files)
-        if memory is None and devices and found.need is not None:
-            # It may take only a part of what is free, so more must be free than it takes.
-            memory = found.need if resources.share else math.ceil(found.need / found.share)
-        fixed = not found.elastic and resources.device_memory is None
-        return Needs(devices, memory, resources.host_memory or 0, 3 if _several(profile) else 1, found.context, fixed)
-
     def estimate(self, profile: Profile, files: WeightFiles | None) -> Estimate:
         """See L{llmgw.engines.vllm_memory}."""
         return estimate(profile, files)
 
-    def problems(
-        self,
-        profile: Profile,
-        files: WeightFiles | None,
-        node: NodeFacts | None,
-        installation: Installation | None,
-        flags: Flags,
-    ) -> list[Problem]:
-        """See L{vllm_checks} and L{vllm_fit}."""
-        case = Case(profile, files, node, installation, flags)
-        return checks.problems(case) + vllm_fit.problems(case)
-
-    def warnings(
-        self,
-        profile: Profile,
-        files: WeightFiles | None,
-        node: NodeFacts | None,
-        installation: Installation | None,
-        flags: Flags,
-    ) -> list[Problem]:
-        """See L{vllm_checks} and L{vllm_fit}."""
-        case = Case(profile, files, node, installation, flags)
-        return checks.warnings(case) + vllm_fit.warnings(case)
+    def ports(self, profile: Profile) -> int:
+        """HTTP; with several ranks also rendezvous, and what data parallel ranks talk over."""
+        return 3 if _several(profile) else 1
 
     def launch(
         self,
@@ -134,7 +102,7 @@ class Vllm:
         """One rank's process; rank 0 serves, and with hybrid balancing every one."""
         sleep, wake = ("/sleep?level=1", "/wake_up") if _sleeps(profile, allocation) else ("", "")
         serves, port = allocation.rank == 0 or _hybrid(profile), allocation.ports[0]
-        own = [*_weights(profile, files), "--host", allocation.address, "--port", str(port)]
+        own = [*weights_words(profile, files), "--host", allocation.address, "--port", str(port)]
         own += option("--served-model-name", *served)
         own += _parallel(profile, allocation)
         if (share := memory_share(profile, allocation)) is not None:
@@ -145,42 +113,24 @@ class Vllm:
         # Its metrics and health are asked for every few seconds; nobody wants to read that.
         own += ["--shutdown-timeout", str(SHUTDOWN), "--disable-access-log-for-endpoints", "/health,/metrics"]
         arguments = long_options(profile.arguments, lambda name: joined if name in _JSON_LISTS else words)
-        seats = profile.arguments.get("max-num-seqs")
         return ShardLaunch(
             argv=(*(installation.command or self.default_command), "serve", *own, *arguments, *profile.extra_argv),
             environment={**profile.environment, **_environment(allocation, key)},
-            defaults=_defaults(files, allocation),
+            defaults=torch_defaults(files, allocation, VLLM_NO_USAGE_STATS="1"),
             url=http_url(allocation.address, port) if serves else "",
             ready="/health" if serves else None,
             models="/v1/models" if serves else None,
             metrics="/metrics" if serves else None,
-            limit=seats if isinstance(seats, int) and not isinstance(seats, bool) else None,
+            limit=whole(profile.arguments.get("max-num-seqs")),
             grace=SHUTDOWN + 10.0,
             key=key,
             sleep=sleep,
             wake=wake,
         )
 
-    def phase(self, line: str) -> Phase | None:
-        """The milestones of its log, and how many files of the weights are read."""
-        if (shards := _SHARDS.findall(line)) and (done := int(shards[-1])) <= 100:
-            return Phase("weights", round(_WEIGHTS_FROM + done / 100 * (_WEIGHTS_TO - _WEIGHTS_FROM), 3))
-        return next((Phase(name, progress) for pattern, name, progress in _PHASES if pattern.search(line)), None)
-
     def load(self, metrics_text: str) -> EngineLoad:
-        """Requests summed over data parallel ranks; the cache of the fullest, since that is what hurts."""
-        found = metrics.samples(metrics_text, {_RUNNING, _WAITING, _KV, _PROMPT, _GENERATED})
-        tokens = [metrics.total(found, name) for name in (_PROMPT, _GENERATED)]
-        return EngineLoad(
-            metrics.total(found, _RUNNING),
-            metrics.total(found, _WAITING),
-            metrics.highest(found, _KV),
-            sum(filter(None, tokens)) if any(count is not None for count in tokens) else None,
-        )
-
-    def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
-        """By the table in L{vllm_failures}."""
-        return failures.diagnosis("vLLM", FAILURES, exit, tail, GUESSES)
+        """By vLLM's names."""
+        return metrics.engine_load(metrics_text, _RUNNING, _WAITING, _KV, _TOKENS)
 
 
 def _opposite(name: str) -> str:
@@ -190,13 +140,6 @@ def _opposite(name: str) -> str:
 
 def _several(profile: Profile) -> bool:
     return profile.parallel.nodes > 1 or profile.parallel.data > 1
-
-
-def _weights(profile: Profile, files: WeightFiles | None) -> list[str]:
-    if files is not None and files.found:
-        return [files.path]
-    name, _, revision = (profile.weights or "").removeprefix("hf:").partition("@")
-    return [name, *(["--revision", revision] if revision else [])]
 
 
 def _sleeps(profile: Profile, allocation: Allocation) -> bool:
@@ -262,23 +205,13 @@ def memory_share(profile: Profile, allocation: Allocation) -> float | None:
         wanted = allocation.memory / total
     elif allocation.device_free is not None and allocation.device_free < (DEFAULT_SHARE + BESIDE_OTHERS) * total:
         wanted = allocation.device_free / total - BESIDE_OTHERS
-    return None if wanted is None else max(0.01, int(min(wanted, MOST) * 1000) / 1000)
+    return None if wanted is None else told_share(wanted)
 
 
 def _environment(allocation: Allocation, key: str) -> dict[str, str]:
-    found = {KEY: key, "CUDA_VISIBLE_DEVICES": ",".join(allocation.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    found = {KEY: key, **visible_devices(allocation)}
     address = allocation.peers[allocation.rank] if allocation.rank < len(allocation.peers) else allocation.address
     return found | ({"VLLM_HOST_IP": address} if address else {})
-
-
-def _defaults(files: WeightFiles | None, allocation: Allocation) -> dict[str, str]:
-    found = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    if files is not None and files.found:
-        # With its files on disk the engine would still ask the hub at each start, and fail when that refuses.
-        found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if allocation.nodes > 1 and allocation.interface:
-        found |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), allocation.interface)
-    return found
 
 
 vllm = Vllm()

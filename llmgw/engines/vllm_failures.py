@@ -7,7 +7,7 @@ initialization failed}, C{EngineDeadError}) is not here, so that it never hides 
 from __future__ import annotations
 
 from llmgw.engines.failures import CLEAN, CONFIGURATION, NODE, RETRY, Failure, failure
-from llmgw.engines.torch_failures import ANY_TORCH
+from llmgw.engines.torch_failures import ANY_TORCH, raised
 
 _FRACTION = "Lower `context` or `max-num-seqs`, use more devices, or claim more with `resources.device_memory`."
 _NEEDS_CACHE = (
@@ -188,12 +188,7 @@ FAILURES: tuple[Failure, ...] = (
 
 GUESSES: tuple[Failure, ...] = (
     failure(r"Value error, (?P<why>.+?)(?: \[type=|$)", CONFIGURATION, "{why}", "Correct the profile."),
-    failure(
-        r"ValueError: (?P<why>.+)",
-        CONFIGURATION,
-        "{why}",
-        "Correct the profile, if this is about a setting; else read its output.",
-    ),
+    raised("ValueError"),
     failure(
         r"No available shared memory broadcast block found in 60 seconds",
         RETRY,

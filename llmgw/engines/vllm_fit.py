@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from llmgw.engines import node_checks
+from llmgw.engines import model_checks, node_checks
 from llmgw.engines.case import Case
+from llmgw.engines.launch import unchecked_arguments, whole
 from llmgw.engines.vllm_memory import OVERHEAD, estimate
 from llmgw.errors import Problem
 from llmgw.fleet.estimate import largest_context
@@ -39,7 +40,7 @@ def problems(case: Case) -> list[Problem]:
 
 def warnings(case: Case) -> list[Problem]:
     """What may not fit, and what nobody could check."""
-    return [*node_checks.warnings(case), *_unchecked(case)]
+    return [*node_checks.warnings(case), *unchecked_arguments(case.profile, case.flags)]
 
 
 def _decode_context(case: Case) -> Iterator[Problem]:
@@ -77,22 +78,14 @@ def _memory(case: Case) -> Iterator[Problem]:
 
 
 def _fraction(case: Case) -> Iterator[Problem]:
-    name, resources = "gpu-memory-utilization", case.profile.resources
-    value = case.profile.arguments.get(name)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        text = f"{name} is a fraction above 0 and at most 1, found {value!r}"
-        yield Problem(text, f"arguments.{name}", "argument_value")
-    elif resources.device_memory is not None or resources.share:
-        text = f"`resources` say how much device memory it may take: leave {name} out"
-        yield Problem(text, f"arguments.{name}", "reserved_argument")
+    name = "gpu-memory-utilization"
+    yield from model_checks.memory_share(case, name, case.profile.arguments.get(name), f"arguments.{name}", all_of_it=True)
 
 
 def _values(case: Case) -> Iterator[Problem]:
     for name in (*_INTEGERS, *_COUNTS):
         value = case.profile.arguments.get(name)
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        if value is None or whole(value) is not None:
             continue
         if not (isinstance(value, str) and (_COUNT if name in _COUNTS else _INTEGER).match(value)):
             yield Problem(f"{name} is a whole number, found {value!r}", f"arguments.{name}", "argument_value")
@@ -107,8 +100,3 @@ def _offload(case: Case) -> Iterator[Problem]:
     if offload * tensor * 2**30 > total:
         text = f"cpu-offload-gb {offload} for {tensor} ranks is more than {name}'s {show_size(total)}; lower it"
         yield Problem(text, "arguments.cpu-offload-gb", "host_memory")
-
-
-def _unchecked(case: Case) -> Iterator[Problem]:
-    if case.profile.arguments and not case.flags.names:
-        yield Problem("arguments are not checked: the installation's options are not known", "arguments", "unchecked")

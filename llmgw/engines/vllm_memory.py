@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from llmgw.engines.cache import LayerCache, Pages, bytes_of
 from llmgw.engines.estimates import context_of, layers_of, number_format, stage_weights, stages, unknown
+from llmgw.engines.launch import fraction, whole
 from llmgw.engines.memory import text_config
 from llmgw.fleet.estimate import Estimate, RankMemory
 from llmgw.fleet.model import Profile
@@ -37,9 +38,7 @@ _PACKED = 656
 
 def share(profile: Profile) -> float:
     """The fraction of a device's total that it may take."""
-    value = profile.arguments.get("gpu-memory-utilization")
-    said = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-    return float(value) if said else DEFAULT_SHARE  # type: ignore[arg-type]
+    return fraction(profile.arguments.get("gpu-memory-utilization")) or DEFAULT_SHARE
 
 
 def cache_width(profile: Profile) -> float:
@@ -57,7 +56,10 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     """One request of the whole context on each rank, in vLLM's order of ranks: data, pipeline, tensor."""
     parallel, layers, context = profile.parallel, layers_of(files), context_of(profile, files)
     weights = stage_weights(files, parallel, *_scales(profile, files)) if files is not None and files.found else None
-    fixed, away = _whole(profile, "kv-cache-memory-bytes"), int((_whole(profile, "cpu-offload-gb") or 0) * 2**30)
+    fixed, away = (
+        whole(profile.arguments.get("kv-cache-memory-bytes")),
+        int((whole(profile.arguments.get("cpu-offload-gb")) or 0) * 2**30),
+    )
     cut = stages(_packed(layers, profile), parallel.pipeline) if layers is not None else None
     pages = _pages(profile)
     ranks = []
@@ -90,20 +92,15 @@ def _scales(profile: Profile, files: WeightFiles | None) -> tuple[float, float]:
     return QUANTIZED.get(str(profile.arguments.get("quantization")), 1.0), every
 
 
-def _whole(profile: Profile, name: str) -> int | None:
-    value = profile.arguments.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def _tokens(profile: Profile, context: int) -> int:
     """Decode context parallelism divides the tokens of a request over ranks."""
-    ranks = _whole(profile, "decode-context-parallel-size") or 1
+    ranks = whole(profile.arguments.get("decode-context-parallel-size")) or 1
     return -(-context // max(1, ranks))
 
 
 def _pages(profile: Profile) -> Pages:
     width = cache_width(profile)
-    batch = _whole(profile, "max-num-batched-tokens") or BATCHED
+    batch = whole(profile.arguments.get("max-num-batched-tokens")) or BATCHED
 
     def held(layer: LayerCache, tokens: int) -> int:
         kept = tokens

@@ -81,7 +81,7 @@ class Uplink(Service):
         self._spread = SPREAD
         self._last: tuple[Address, ...] = ()
         self._parted = float("-inf")
-        self._status = "not started"
+        self._status = "not linked yet"
         self._over: Deferred[None] = succeed(None)
         self._watch = ExpiryWatch()
         self._looking = LoopingCall(self._look_at_certificate)

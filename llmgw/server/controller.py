@@ -30,6 +30,7 @@ from llmgw.planning.checks import SEARCHING
 from llmgw.planning.orders import orders
 from llmgw.planning.reconcile import Outcome, reconcile
 from llmgw.planning.replicas import group
+from llmgw.planning.wallclock import JUMP, moved
 from llmgw.planning.world import World
 from llmgw.server.commits import Commits
 from llmgw.server.demand import Demand
@@ -97,6 +98,7 @@ class Controller:
         self._began_at = 0.0
         self._fresh = False
         self._last_plan = 0.0
+        self._ahead = 0.0
         self._took = 0.0
         self._expires: dict[str, float] = {}
         self._given_ports: dict[str, tuple[int, int]] = {}
@@ -131,6 +133,7 @@ class Controller:
         self.members.begin()
         self.demand.begin(self.truth.shards.values())
         self._began, self._began_at = snapshot.revision, self.clocks.steady()
+        self._ahead = self.clocks.wall() - self._began_at
         self._fresh = fresh
         self.leading = self.commits.open = True
 
@@ -195,7 +198,7 @@ class Controller:
         waited = self.clocks.steady() - self._last_plan
         due = outcome is not None and outcome.wake is not None and waited >= outcome.wake
         waiting = outcome is not None and (outcome.pending or outcome.notes) and waited >= 10.0
-        if draining or due or waiting or self.routing.due:
+        if draining or due or waiting or self.routing.due or abs(self._jumped()) > JUMP:
             self.touch()
         self.emission.repeat()
 
@@ -203,6 +206,9 @@ class Controller:
         if not self._planning:
             return
         self._last_plan = self.clocks.steady()
+        if not await self._follow_clock():
+            self._plan_in(self.RETRY)
+            return
         world = self.world()
         outcome = reconcile(world)
         self._report_broken(outcome)
@@ -223,6 +229,25 @@ class Controller:
         self._search(outcome)
         self.emit()
         self._took = self.clocks.steady() - self._last_plan
+
+    def _jumped(self) -> float:
+        """By how many seconds the wall clock was set ahead since somebody last looked."""
+        return self.clocks.wall() - self.clocks.steady() - self._ahead
+
+    async def _follow_clock(self) -> bool:
+        """Leave drains the time that they have when the wall clock was set; whether that is so."""
+        by, truth = self._jumped(), self.truth
+        if abs(by) <= JUMP:
+            return True
+        changes: list[Change] = [*moved(truth.nodes, truth.shards, by)]
+        if changes:
+            way = "ahead" if by > 0 else "back"
+            text = f"the clock of {self.name} was set {abs(by):.0f} s {way}; drains go on as long as before"
+            changes.append(FleetEvent(self.clocks.wall(), "clock", self.name, text, epoch=self.leadership.epoch))
+            if not await self.commits.commit(changes):
+                return False
+        self._ahead += by
+        return True
 
     def _report_broken(self, outcome: Outcome) -> None:
         """Log what raised, once for each: the next plans will meet it again."""

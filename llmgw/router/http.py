@@ -257,7 +257,8 @@ class ServerConnection(asyncio.Protocol):
             spool.add(data)
         except OSError as error:
             self._turn_away(request, no_space(error))
-        self._framing -= len(data) + CHUNK_FRAME
+        if request.length is None:
+            self._framing -= len(data) + CHUNK_FRAME
         self.moved += 1
 
     def _turn_away(self, request: Request, refusal: Refusal) -> None:

@@ -40,6 +40,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from llmgw.errors import LlmgwError
@@ -65,6 +66,7 @@ class ScoreboardFull(LlmgwError):
     """There is no free row or column."""
 
 
+@lru_cache(32_768)
 def name_hash(name: str) -> int:
     """The directory's mark of a row's name; never 0."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True) or 1

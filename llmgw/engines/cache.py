@@ -53,7 +53,9 @@ class LayerCache:
 class Pages:
     """How an engine lays the cache out.
 
-    @ivar key: bytes of one number of the keys; C{value} of the values, C{state} of a recurrent state.
+    @ivar key: bytes of one number of the keys; C{value} of the values, C{state} of a recurrent state: the most that engines
+        take. vLLM keeps a convolution's inputs, and many models' states, in the model's own format (C{MambaStateDtypeCalculator}),
+        which is half of it; beside a long context's keys and values neither weighs much.
     @ivar tensor: over how many ranks heads are divided.
     @ivar held: how many tokens it holds for a layer with that window (None: all), of a request of so many tokens.
     """

@@ -54,8 +54,8 @@ class Pages:
     """How an engine lays the cache out.
 
     @ivar key: bytes of one number of the keys; C{value} of the values, C{state} of a recurrent state: the most that engines
-        take. vLLM keeps a convolution's inputs, and many models' states, in the model's own format (C{MambaStateDtypeCalculator}),
-        which is half of it; beside a long context's keys and values neither weighs much.
+        take. vLLM keeps a convolution's inputs, and many models' states, in the model's own format, which is half of it
+        (C{MambaStateDtypeCalculator}); beside a long context's keys and values neither weighs much.
     @ivar tensor: over how many ranks heads are divided.
     @ivar held: how many tokens it holds for a layer with that window (None: all), of a request of so many tokens.
     """

@@ -9,8 +9,8 @@ on the host.
 
 Per layer and request, after vLLM 0.33's C{kv_cache_interface}: all tokens in blocks of 16; with a window C{min(window - 1 +
 max_num_batched_tokens, context)} and a block more; with chunks C{min(chunk + max_num_batched_tokens, context)}. Layers of
-several kinds stand in groups of one size, and what a group lacks is taken, too (L{_grouped}). Beside recurrent states blocks are larger, so
-that one holds a state; what that wastes at a context's end is not counted.
+several kinds stand in groups of one size, and what a group lacks is taken, too (L{_grouped}). Beside recurrent
+states blocks are larger, so that one holds a state; what that wastes at a context's end is not counted.
 """
 
 from __future__ import annotations

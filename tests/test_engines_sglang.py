@@ -98,6 +98,26 @@ def test_argv_over_nodes():
     assert "[fd00::1]:20002" in six.argv
 
 
+SAVED = {"enable-memory-saver": True, "enable-weights-cpu-backup": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "sleeps"),
+    [
+        (SAVED, 1, True),
+        ({"enable-memory-saver": True}, 1, False),
+        (SAVED, 2, False),
+        ({**SAVED, "speculative-algorithm": "EAGLE"}, 1, False),
+        ({**SAVED, "speculative-algorithm": "EAGLE", "enable-draft-weights-cpu-backup": True}, 1, True),
+    ],
+)
+def test_it_sleeps_only_where_all_its_weights_are_kept_on_the_host(given, nodes, sleeps):
+    """Its memory saver alone forgets them: it would wake up and answer noise."""
+    made = launch(Profile("sglang", "llama", arguments=given), Allocation("n1", nodes=nodes, ports=BLOCK))
+    paths = ("/release_memory_occupation", "/resume_memory_occupation") if sleeps else ("", "")
+    assert (made.sleep, made.wake) == paths
+
+
 def test_the_key_is_in_a_file_only(tmp_path):
     """Neither argv nor environment, which others can read, has it; SGLang reads it from there."""
     made = launch(Profile("sglang", "llama"))

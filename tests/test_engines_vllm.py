@@ -59,6 +59,20 @@ def gpu(capability, driver="580.65", cuda=13000):
     return NodeFacts("n1", "10.0.0.1", Inventory(cpus=8, memory_total=64 * GIB, devices=(device,), driver=driver, cuda=cuda))
 
 
+def test_development_mode_is_for_sleep_only_and_told_where_others_reach_it():
+    """Its paths run code for whoever asks, and no key guards them."""
+    mode = {"VLLM_SERVER_DEV_MODE": "1"}
+    [refused] = problems(environment=mode)
+    assert (refused.where, "enable-sleep-mode" in refused.text) == ("environment.VLLM_SERVER_DEV_MODE", True)
+    assert not problems(environment={"VLLM_SERVER_DEV_MODE": "0"})
+    asked = {"environment": mode, "arguments": {"enable-sleep-mode": True}}
+    assert not problems(**asked)
+    profile, node = evolve(Profile("vllm", "llama"), **asked), gpu(90)
+    for address, told in (("10.0.0.1", True), ("127.0.0.1", False)):
+        said = vllm.warnings(profile, FILES, evolve(node, address=address), VLLM, FLAGS)
+        assert ("no_key" in [one.code for one in said]) == told
+
+
 def test_argv_of_one_node():
     """Weights by path, the names it serves, each kind of parallelism, context, arguments in the profile's order."""
     profile = Profile(

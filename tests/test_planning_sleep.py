@@ -131,11 +131,14 @@ async def test_an_engine_falls_asleep_and_wakes_in_one_process(rig):
     assert shard.report().sleeps
     pid = shard.report().pid
     shard.drain()
+    # Without the order it would be woken again at once.
+    shard.order(evolve(shard.intent.order, wanted=Wanted.SLEEP))
     shard.sleep()
     await rig.reach(shard, SLEEPING)
     shard.leave()
     adopted = rig.adopt()
     assert adopted.state is SLEEPING and adopted.report().pid == pid
+    adopted.order(evolve(adopted.intent.order, wanted=Wanted.RUN))
     adopted.wake()
     await rig.reach(adopted, READY)
     assert adopted.reason == "it is awake again" and await rig.around.probe.works(adopted.intent) == ""

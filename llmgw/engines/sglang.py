@@ -143,12 +143,22 @@ class Sglang(TorchEngine):
             metrics="/metrics" if serves else None,
             limit=whole(profile.arguments.get("max-running-requests")),
             key=key,
+            sleep="/release_memory_occupation" if _sleeps(profile, allocation) else "",
+            wake="/resume_memory_occupation" if _sleeps(profile, allocation) else "",
         )
 
     def load(self, metrics_text: str) -> EngineLoad:
         """Requests summed over data parallel ranks, never over the tensor ranks that work on the same ones."""
         lines = (line for line in metrics_text.splitlines() if not _RANK.match(line))
         return metrics.engine_load("\n".join(lines), _RUNNING, _WAITING, _KV, _TOKENS)
+
+
+def _sleeps(profile: Profile, allocation: Allocation) -> bool:
+    """Only if it keeps all its weights on the host meanwhile: made for training, it wakes up with noise otherwise."""
+    kept = ["enable-memory-saver", "enable-weights-cpu-backup"]
+    if any(name.startswith("speculative-") for name in profile.arguments):
+        kept.append("enable-draft-weights-cpu-backup")
+    return allocation.nodes == 1 and all(profile.arguments.get(name) is True for name in kept)
 
 
 def _ready(installation: Installation) -> str:

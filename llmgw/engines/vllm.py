@@ -144,8 +144,7 @@ def _several(profile: Profile) -> bool:
 
 def _sleeps(profile: Profile, allocation: Allocation) -> bool:
     """Only where the profile asks for it: its paths are those of the development mode, which no key guards."""
-    developing = str(profile.environment.get("VLLM_SERVER_DEV_MODE", "0")) == "1"
-    return developing and profile.arguments.get("enable-sleep-mode") is True and allocation.nodes == 1
+    return vllm_checks.develops(profile) and profile.arguments.get("enable-sleep-mode") is True and allocation.nodes == 1
 
 
 def _hybrid(profile: Profile) -> bool:

@@ -13,6 +13,7 @@ from llmgw.engines import lora, model_checks, node_checks, vllm_known
 from llmgw.engines.case import Case
 from llmgw.engines.launch import environment_problems, reserved_arguments, unknown_arguments, weights_problems
 from llmgw.errors import Problem
+from llmgw.fleet.model import Profile
 
 _GIVEN = "llmgw gives it host and port"
 _SET = "set `parallel` in the profile"
@@ -40,9 +41,8 @@ RESERVED = {
     "device-ids": "llmgw gives it devices by UUID",
     **dict.fromkeys(("enable-lora", "lora-modules"), "set `loras` on the model"),
 }
-RESERVED_ENVIRONMENT = frozenset(
-    {"VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "VLLM_SERVER_DEV_MODE"}
-)
+RESERVED_ENVIRONMENT = frozenset({"VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
+DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
 # Ten times the compute capability.
 CAPABILITY = {
     **dict.fromkeys(("gptq",), 60),
@@ -74,6 +74,7 @@ def problems(case: Case) -> list[Problem]:
         _context,
         _batch,
         _tools,
+        _development,
         _quantization,
         _architecture,
         _pipeline,
@@ -94,7 +95,18 @@ def warnings(case: Case) -> list[Problem]:
             "tensor parallelism goes over nodes: keep it inside a node and use pipeline across, unless the fabric is InfiniBand"
         )
         found.append(Problem(text, "parallel", "tensor_over_nodes"))
+    if develops(case.profile) and case.node is not None and not case.node.address.startswith(("127.", "::1")):
+        text = (
+            f"no key guards the paths of {DEVELOPMENT}: whoever reaches {case.node.name}'s ports may have it run code; let only "
+            "the routers in"
+        )
+        found.append(Problem(text, f"environment.{DEVELOPMENT}", "no_key"))
     return found
+
+
+def develops(profile: Profile) -> bool:
+    """Whether it has the paths for sleep, and for much else."""
+    return profile.environment.get(DEVELOPMENT, "0") not in ("", "0")
 
 
 def _experts(case: Case) -> Iterator[Problem]:
@@ -138,6 +150,12 @@ def _tools(case: Case) -> Iterator[Problem]:
     if arguments.get("enable-auto-tool-choice") is True and not arguments.get("tool-call-parser"):
         text = "enable-auto-tool-choice needs tool-call-parser, e.g. hermes, llama3_json or qwen3_coder"
         yield Problem(text, "arguments.enable-auto-tool-choice", "tool_parser_missing")
+
+
+def _development(case: Case) -> Iterator[Problem]:
+    if develops(case.profile) and case.profile.arguments.get("enable-sleep-mode") is not True:
+        text = f"{DEVELOPMENT} opens paths that no key guards: leave it out, or set the argument enable-sleep-mode, too"
+        yield Problem(text, f"environment.{DEVELOPMENT}", "environment")
 
 
 def _known(case: Case) -> bool:

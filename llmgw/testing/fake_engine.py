@@ -53,9 +53,13 @@ def say(text: str) -> None:
 
 
 class Engine:
-    """The server and its misbehaviour; a subclass may answer more paths in C{get}."""
+    """The server and its misbehaviour; a subclass may answer more paths in C{get}.
+
+    @ivar turns: where a POST puts it to sleep and wakes it; empty where it cannot sleep.
+    """
 
     prefix = "llmgw"
+    turns: tuple[str, ...] = ("/fake/sleep", "/fake/wake")
 
     def __init__(self, settings: argparse.Namespace, key: str | None) -> None:
         self.settings = settings
@@ -131,12 +135,16 @@ class Engine:
         if self.hanging:
             await asyncio.Event().wait()
         path = path.partition("?")[0]
-        if path.startswith("/v1") and self.key and headers.get("authorization") != f"Bearer {self.key}":
+        if self.guards(path) and self.key and headers.get("authorization") != f"Bearer {self.key}":
             return self.error(writer, 401, "Unauthorized")
         if method == "GET":
             found = self.get(path)
             return self.answer(writer, *found) if found else self.error(writer, 404, "Not Found")
         return await self.post(path, body, reader, writer)
+
+    def guards(self, path: str) -> bool:
+        """Whether the key is asked for there."""
+        return path.startswith("/v1")
 
     def get(self, path: str) -> tuple[int, str, str] | None:
         """Status, content type and text of a GET."""
@@ -163,8 +171,9 @@ class Engine:
         if path == "/fake/hang":
             self.hanging = True
             return self.answer(writer, 200, "text/plain", "hanging")
-        if path in ("/fake/sleep", "/fake/wake"):
-            self.asleep = path == "/fake/sleep"
+        if path in self.turns:
+            self.asleep = path == self.turns[0]
+            say("asleep" if self.asleep else "awake")
             return self.answer(writer, 200, "text/plain", "")
         if path == "/fake/stall":
             self.stalled = True

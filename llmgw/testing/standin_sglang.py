@@ -102,6 +102,9 @@ class Standin(fake_engine.Engine):
         self.options = options
         self.scheduler = scheduler
         self.warm = self.draining = False
+        # Without a backup it wakes up with weights that are noise; that is no sleep.
+        keeps = options.enable_memory_saver and options.enable_weights_cpu_backup
+        self.turns = ("/release_memory_occupation", "/resume_memory_occupation") if keeps else ()
 
     @property
     def follower(self) -> bool:
@@ -155,6 +158,10 @@ class Standin(fake_engine.Engine):
         """Take the scheduler along."""
         os.kill(self.scheduler, signal.SIGKILL)
         super().exit(code)
+
+    def guards(self, path: str) -> bool:
+        """All but its health and metrics."""
+        return path not in ("/health", "/health_generate", "/ping", "/ready", "/metrics")
 
     def get(self, path: str) -> tuple[int, str, str] | None:
         """A follower's dummy answers; the flags of rank 0."""

@@ -164,6 +164,8 @@ class Standin(fake_engine.Engine):
         self.options = options
         self.core = core
         self.watch: asyncio.Future[None] | None = None
+        developing = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
+        self.turns = ("/sleep", "/wake_up") if developing and options.enable_sleep_mode else ()
 
     async def load(self) -> None:
         """Tell what vLLM tells on its way, in its order."""

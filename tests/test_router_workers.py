@@ -196,6 +196,18 @@ def test_server_stopped_and_restarted_under_load(state, engine):
         until(lambda: not any(map(alive, first.workers)), 10)
 
 
+def test_who_waits_for_a_model_where_no_server_listens_is_sent_on(state, engine):
+    """The workers of a server that was killed cannot have a model started: they say "again" as soon as there are newer ones."""
+    first = Parent(state, engine, count=1)
+    with cleaned(first) as parents:
+        waiting = RawClient(first.port)
+        waiting.send(request_bytes(b'{"model":"asleep"}'))
+        first.end(signal.SIGKILL)
+        parents.append(Parent(state, engine, first.port, count=1))
+        assert b" 503 " in waiting.read_until(b"router_leaving", 5)
+        waiting.socket.close()
+
+
 def test_fewer_workers_serve_all_sockets(state, engine):
     """A new server with fewer workers takes over all sockets: none is left without somebody who accepts."""
     first = Parent(state, engine, count=3)

@@ -21,9 +21,8 @@ def main() -> None:
     workers = RouterWorkers(reactor, settings, state)
     workers.listen()
     workers.start()
-    version = workers.publish(
-        Table(models=(RoutedModel("m", endpoints=("m/1",)),), endpoints=(endpoint("m/1", engine, model="m"),))
-    )
+    models = (RoutedModel("m", endpoints=("m/1",)), RoutedModel("asleep", on_demand=True))
+    version = workers.publish(Table(models=models, endpoints=(endpoint("m/1", engine, model="m"),)))
 
     def routing(_):
         print("routing", workers.address[1], *(place.pid for place in workers.places), flush=True)

@@ -210,10 +210,10 @@ class Line:
         self._board.leave(self.row + WAITING)
         self._tell()
 
-    def close(self) -> None:
-        """The model is no longer routed."""
+    def close(self, reason: str = "gone") -> None:
+        """Nobody who waits here will get a turn: the model is no longer routed, or this worker hears no more of replicas."""
         while self.waiting:
-            self._dismiss(self._first(), "gone")
+            self._dismiss(self._first(), reason)
 
     def pump(self) -> None:
         """Let go whoever may go. Called by the room."""

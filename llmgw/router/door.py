@@ -22,7 +22,7 @@ from llmgw.router.form import read_form
 from llmgw.router.http import ServerConnection, Work
 from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
 from llmgw.router.prefixes import BLOCK, NO_HINT, Hint
-from llmgw.router.reading import Reading
+from llmgw.router.reading import Reading, leaving
 from llmgw.router.relay import Exchange
 from llmgw.router.request import Field, Request, no_space
 from llmgw.router.routes import Caller, Routes, Served, Shared
@@ -40,6 +40,7 @@ class Door:
 
     @ivar routes: what is routed by now; L{use} replaces it.
     @ivar leaving: no new connection is accepted any more; C{/ready} says so.
+    @ivar unheard: leaving, and no server hears any more what is asked for here: who waits for a model to start waits in vain.
     @ivar on_failure: called with C{(endpoint id, kind, text)} when an endpoint fails a request.
     @ivar on_demand: called with a model that is asked for and has no endpoint.
     """
@@ -50,7 +51,7 @@ class Door:
         self.accounts = accounts
         self.budget = RetryBudget(shared.board)
         self.connections: set[ServerConnection] = set()
-        self.leaving = False
+        self.leaving = self.unheard = False
         self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
         self.on_demand: Callable[[Served], None] = lambda served: None
         self._prefix = os.urandom(6).hex().encode() + b"-"
@@ -65,6 +66,13 @@ class Door:
         self.headers_timeout = self.timeouts.headers
         self.body_timeout = self.timeouts.body
         self.keep_alive = self.timeouts.keep_alive
+
+    def turn_out(self) -> None:
+        """Send those on to newer workers who wait for a model without replicas: only there it can be asked for."""
+        self.unheard = True
+        for served in set(self.routes.models.values()):
+            if not served.upstreams:
+                served.line.close("leaving")
 
     def next_id(self) -> bytes:
         """An id that no other request has, in any worker."""
@@ -198,6 +206,8 @@ class Door:
             fallback = self.routes.models.get(other)
             if fallback is not None and fallback.upstreams and (not allowed or fallback.name in allowed):
                 return fallback
+        if self.unheard:
+            raise leaving()
         return served
 
     def nothing(self, served: Served, why: str, tried: list[Upstream]) -> Refusal:

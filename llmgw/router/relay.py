@@ -171,6 +171,8 @@ class Exchange:
                 reason = self.served.config.reason or "it is starting"
                 text = f"{name} was not ready within {self._door.timeouts.queue:g} s: {reason}."
             self._refuse("timeout", Refusal(504, "queue_timeout", text, retry_after=after))
+        elif reason == "leaving":
+            self._refuse("refused", leaving())
         elif reason == "displaced":
             text = f"All replicas of {name} are busy, and a request of a higher class took the last place in line."
             self._refuse("refused", Refusal(429, "queue_full", text, retry_after=after))

@@ -209,6 +209,8 @@ class Worker:
     def alone(self) -> None:
         """The channel has closed: go on."""
         self._alone = True
+        if self.door.leaving:
+            self.door.turn_out()
 
     def _failure(self, endpoint: str, kind: str, text: str) -> None:
         self.channel.send("failure", endpoint=endpoint, kind=kind, text=text)
@@ -302,6 +304,8 @@ class Worker:
         if self._offer is not None:
             for listening in self._offer.close():
                 self.loop.create_task(self._empty(listening))
+        if self._alone:
+            self.door.turn_out()
         for connection in list(self.door.connections):
             connection.leave(IDLE_WHEN_LEAVING)
 

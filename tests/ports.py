@@ -11,7 +11,7 @@ import functools
 import os
 import socket
 
-FIRST, BLOCKS, SIZE = 12_000, 50, 400
+FIRST, BLOCKS, SIZE = 12_000, 20, 1_000
 
 
 class Block:
@@ -43,6 +43,8 @@ class Block:
 
 def _free(port: int) -> bool:
     with socket.socket() as probe, contextlib.suppress(OSError):
+        # As servers bind: what is left of closed connections for a minute takes nothing from whoever listens next.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
         return True
     return False

@@ -143,6 +143,7 @@ async def test_f05_i_l7_a_leader_that_cannot_renew_throws_the_leadership_away(ma
     with pytest.raises(LlmgwError):
         await old.change(list)
     await wait(lambda: two.server.role == "leader" and one.routers.table.epoch == 2, "cp2 leads, cp1 follows", two)
+    await wait(lambda: one.server.reception.readiness().leader, "cp1 has seen who leads", two)
     assert two.server.leadership.epoch == 2 and "b" not in two.server.controller.truth.nodes
     assert [(name, record.attempt) for name, record in two.server.controller.truth.shards.items()] == [("m/1/0", 1)]
     assert [e.id for e in one.routers.routing.endpoints] == ["m/1"]

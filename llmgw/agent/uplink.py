@@ -121,6 +121,7 @@ class Uplink(Service):
     def stopService(self) -> Deferred[None]:
         """Take leave of the server, if there is one; done within little more than a second, whatever it does."""
         super().stopService()
+        self._status = "stopped"
         if self._looking.running:
             self._looking.stop()
         over: Deferred[None] = Deferred()

@@ -19,6 +19,7 @@ from llmgw.interfaces import ILeadership, IStore
 from llmgw.store import rows
 from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.lease import SqliteLeadership
+from llmgw.store.postgresql import PostgresBackend
 from llmgw.store.records import CatalogRevision, Drop, KeyRecord, UsageRow
 from llmgw.store.schema import MIGRATIONS, migrate, version_of
 from tests.store_fixtures import *  # noqa: F403
@@ -311,3 +312,27 @@ async def test_closing_waits_for_what_runs_but_not_for_ever(url, stores):
         await store.close()
     gate.set()
     await hung
+
+
+@needs_postgres  # noqa: F405
+def test_f10_the_fleet_is_written_down_once_by_servers_that_come_at_once(postgres):
+    """F10. The second waits for the first one's word, and takes it."""
+    url = postgres.database()
+    backends = [PostgresBackend(url), PostgresBackend(url)]
+    backends[0].open()
+    said = []
+
+    def second():
+        with backends[1].writing() as connection:
+            said.append(rows.claim(connection, "f2"))
+
+    other = threading.Thread(target=second)
+    with backends[0].writing() as connection:
+        assert rows.claim(connection, "f1") == "f1"
+        other.start()
+        other.join(0.3)
+        assert not said, "it waits"
+    other.join(5)
+    assert said == ["f1"]
+    for backend in backends:
+        backend.close()

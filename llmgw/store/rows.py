@@ -139,6 +139,13 @@ def fleet_of(connection: Connection) -> str:
     return found or ""
 
 
+def claim(connection: Connection, fleet: str) -> str:
+    """Write the fleet id down unless there is one; returns the one that stands, which another server may just have written."""
+    statement = _INSERT[connection.dialect.name](schema.meta).values(key="fleet", value=fleet)
+    connection.execute(statement.on_conflict_do_nothing())
+    return fleet_of(connection)
+
+
 def events(connection: Connection, after: int | None, limit: int) -> list[FleetEvent]:
     """Events with higher numbers than C{after}, or the last ones where it is None; the oldest first."""
     number = schema.events.c.number

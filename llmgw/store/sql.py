@@ -23,7 +23,7 @@ from llmgw.store import rows
 from llmgw.store.backend import make_backend
 from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.records import Change, Opened, Snapshot, UsageRow
-from llmgw.store.schema import FENCE, fence, lease, meta
+from llmgw.store.schema import FENCE, fence, lease
 from llmgw.store.thread import StoreThread
 
 T = TypeVar("T")
@@ -79,13 +79,11 @@ class SqlStore:
             raise
 
     def _claim(self, connection: Connection) -> str:
-        found = rows.fleet_of(connection)
+        found = rows.fleet_of(connection) or (rows.claim(connection, self._fleet) if self._fleet else "")
         if found and self._fleet and found != self._fleet:
             text = f"{self.place} belongs to fleet {found}, our certificate to fleet {self._fleet}"
             raise StoreError(f"{text}: use the store and the certificate of one fleet", "foreign")
-        if self._fleet and not found:
-            connection.execute(meta.insert().values(key="fleet", value=self._fleet))
-        return found or self._fleet
+        return found
 
     def load(self) -> Deferred[Snapshot]:
         """All that a new leader needs, of one moment."""

@@ -39,7 +39,7 @@ format: venv
 # Tests wait for processes most of the time, so there are more of them at once than cores. A file's tests stay together, and
 # files go in order, since the longest come first. A process of tests that dies ends the run instead of holding it up.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-all: test
 	$(BIN)/python -m pytest -m slow

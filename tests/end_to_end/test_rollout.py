@@ -164,8 +164,8 @@ def test_a_drain_that_somebody_ends_is_no_success(fleet):
 
 
 @pytest.mark.slow
-def test_f16_a_real_model_is_rolled_out_and_a_bad_profile_of_it_rolled_back_under_load(fleet):
-    """F16, G4 with llama.cpp: another context comes into force without a failed request; an unknown KV type does not."""
+def test_f16_a_real_model_is_rolled_out_and_damaged_weights_of_it_replace_nothing_under_load(fleet):
+    """F16 with llama.cpp: another context comes into force without a failed request; weights that cannot be read stop nothing."""
     (fleet.folder / "models").mkdir()
     write_tiny_gguf(fleet.folder / "models" / "tiny.gguf")
     start(fleet, TINY.format(context=256, more=""))
@@ -177,9 +177,10 @@ def test_f16_a_real_model_is_rolled_out_and_a_bad_profile_of_it_rolled_back_unde
     bad = TINY.format(context=512, more="").replace("tiny.gguf", "absent.gguf")
     (fleet.folder / "models" / "absent.gguf").write_bytes(b"GGUF and then nothing")
     fleet.llmgw("apply", str(fleet.write_server(bad)))
-    assert "rolled back to profile" in fleet.llmgw("wait", "m", "--timeout", "50s", code=1)
+    assert "1 with unusable weights" in fleet.llmgw("wait", "m", "--timeout", "5s", code=1)
     load.end()
     assert {shard["pid"] for shard in fleet.ready(count=2)} == good
+    assert "its successor fits nowhere; it stays as it is" in fleet.llmgw("explain", "m", code=None)
 
 
 @pytest.mark.slow

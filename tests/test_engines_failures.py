@@ -51,7 +51,7 @@ ROWS = [
     ("F23", "vllm", CORE + "ValueError: Free memory on device cuda:0 (20.1/79.2 GiB) on startup is less than desired GPU memory utilization (0.92, 72.9 GiB).", CLEAN, "72.9 GiB"),
     ("F24", "sglang", "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate", CONFIGURATION, "capturing graphs"),
     ("F25", "vllm", CORE + "RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist", CONFIGURATION, "wanted to compile a kernel"),
-    ("F25", "sglang", "FAILED: /root/.cache/flashinfer/0.7.2/90a/cached_ops/sampling.o failed", CLEAN, "FlashInfer"),
+    ("F25", "sglang", "FAILED: /home/llm/.cache/flashinfer/0.7.2/90a/cached_ops/sampling.o failed", CLEAN, "FlashInfer"),
     ("F26", "vllm", CORE + "AssertionError: failed to get the hash of the compiled graph", CLEAN, "compile cache is damaged"),
     ("F26", "sglang", "torch._inductor.exc.InductorError: RuntimeError: Failed to run autotuning", CLEAN, "torch.compile failed"),
     ("F27", "vllm", "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-ab12 (size 9637888)", NODE, "/dev/shm is too small"),

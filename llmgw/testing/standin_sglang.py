@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import os
 import shlex
@@ -26,12 +25,11 @@ import yaml
 
 from llmgw.testing import fake_engine
 from llmgw.testing.fake_engine import say
+from llmgw.testing.orphan import fork_worker
 
 VERSION = "0.5.23"
-ORPHAN_SECONDS = 60.0
 # How often it looks whether requests still run while it drains; SGLang looks every 5 s.
 POLL = 0.05
-_PR_SET_NAME = 15
 _HOW: dict[str, dict[str, Any]] = {
     "value": {},
     "int": {"type": int},
@@ -191,20 +189,6 @@ class Standin(fake_engine.Engine):
         }
 
 
-def scheduler() -> int:
-    """Fork the process that does the work; it outlives a killed server for C{ORPHAN_SECONDS} and no longer."""
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"sglang::schedul", 0, 0, 0)
-    orphaned = 0.0
-    while not orphaned or time.monotonic() - orphaned < ORPHAN_SECONDS:
-        if not orphaned and os.getppid() != parent:
-            orphaned = time.monotonic()
-        time.sleep(0.1)
-    os._exit(0)
-
-
 def main() -> None:
     """The program."""
     what, *arguments = sys.argv[1:] or [""]
@@ -219,7 +203,7 @@ def main() -> None:
     for one in options.lora_paths or []:
         words += ["--name", one.partition("=")[0]]
     settings = fake_engine.options([*words, *shlex.split(os.environ.get("STANDIN", ""))])
-    fake_engine.serve(Standin(settings, options, scheduler()))
+    fake_engine.serve(Standin(settings, options, fork_worker(b"sglang::schedul")))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -25,12 +24,11 @@ from typing import Any, NoReturn
 
 from llmgw.testing import fake_engine
 from llmgw.testing.fake_engine import say
+from llmgw.testing.orphan import fork_worker
 
 VERSION = "0.33.0"
-ORPHAN_SECONDS = 60.0
 # How long the server outlives its engine's process.
 DEAD_SECONDS = 0.5
-_PR_SET_NAME = 15
 
 
 def option_rows() -> list[tuple[list[str], str]]:
@@ -242,20 +240,6 @@ def joining(options: argparse.Namespace) -> str:
     return f"INFO [serve.py:1] Launching {local} data parallel engine(s) in headless mode, with head node address {head}."
 
 
-def engine_core() -> int:
-    """Fork the process that does the work; it outlives a killed server for C{ORPHAN_SECONDS} and no longer."""
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"VLLM::EngineCore", 0, 0, 0)
-    orphaned = 0.0
-    while not orphaned or time.monotonic() - orphaned < ORPHAN_SECONDS:
-        if not orphaned and os.getppid() != parent:
-            orphaned = time.monotonic()
-        time.sleep(0.1)
-    os._exit(0)
-
-
 def main() -> None:
     """The program."""
     arguments = sys.argv[1:]
@@ -271,7 +255,7 @@ def main() -> None:
     for name in names:
         words += ["--name", name]
     settings = fake_engine.options([*words, *shlex.split(os.environ.get("STANDIN", ""))])
-    fake_engine.serve(Standin(settings, options, engine_core()))
+    fake_engine.serve(Standin(settings, options, fork_worker(b"VLLM::EngineCore")))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import asdict
 from twisted.internet.defer import Deferred, gatherResults
 
 from llmgw.errors import LlmgwError
@@ -32,16 +33,7 @@ LASTING = ("state", "cordoned", "draining", "quarantined", "labels", "fabric", "
 
 def fetch_data(fetch: Fetch) -> Data:
     """One download for people and programs."""
-    return {
-        "weights": fetch.weights,
-        "state": fetch.state,
-        "bytes": fetch.bytes,
-        "total": fetch.total,
-        "since": fetch.since,
-        "error": fetch.error,
-        "reason": fetch.reason,
-        "text": fetch.text,
-    }
+    return asdict(fetch) | {"text": fetch.text}
 
 
 class Fetches:

@@ -85,6 +85,10 @@ class Body:
         if asks(options):
             return
         self.hides_usage = True
+        self._ask(options)
+
+    def _ask(self, options: memoryview | None) -> None:
+        """Put the question in, beside the options that the caller has."""
         assert isinstance(self._raw, bytes)
         self._pieces = (ask(self._raw, options),)
 
@@ -144,15 +148,7 @@ class LargeBody(Body):
             at = end
         return (*pieces, view[at:])
 
-    def ask_usage(self) -> None:
-        """Have the engine say what a stream used, unless the caller asks already."""
-        fields = self._fields
-        if fields is None or not self.stream:
-            return
-        options = None if fields.stream_options is UNSET else memoryview(fields.stream_options)
-        if asks(options):
-            return
-        self.hides_usage = True
+    def _ask(self, options: memoryview | None) -> None:
         if options is None:
             start = self._raw.find(b"{") + 1
             self._edits[start, start] = ask(b"{", None)[1:]

@@ -14,23 +14,14 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from bench.gateway import KEY
-from bench.router import EVENTS, PEERS, Routers
+from bench.router import EVENTS, PEERS, Routers, install
 
 PACKAGE = "guidellm==0.8.1"
 DEADLINE = 300
-
-
-def setup() -> None:
-    folder = PEERS / "guidellm"
-    if not (folder / "ok").exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([folder / "bin" / "pip", "install", "-q", PACKAGE], check=True)
-        (folder / "ok").touch()
 
 
 def prompts(folder: Path, count: int) -> Path:
@@ -85,7 +76,7 @@ def main() -> None:
     options.add_argument("--streams", type=int, default=16)
     args = options.parse_args()
     if args.setup:
-        setup()
+        install("guidellm", PACKAGE)
         return
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), args.requests, args.streams)

@@ -16,23 +16,19 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.prefix import DECODE, PREFILL, TOKENS, Engine, Row, content, ideal, little_sharing
+from bench.router import PACKAGES, PEERS, free_port, install
 
-PEERS = Path(os.environ.get("PEERS", Path.home() / ".cache" / "llmgw-peers"))
 BIN = Path(sys.executable).parent
-KEPT_APART = {"sglang": "sglang-router==0.3.2", "vllm": "vllm-router==0.1.17"}
 ANSWER = json.dumps({"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [
     {"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}]}).encode()  # fmt: skip
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}],"model_path":"m"}'
@@ -140,12 +136,6 @@ async def replay(trace: list[Row], port: int, engines: list[FakeEngine], speed: 
     }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def running(name: str, ports: list[int]) -> Iterator[int]:
     """A router over the engines at these ports; the port on which it listens."""
@@ -181,15 +171,6 @@ def program(label: str, port: int, ports: list[int], folder: Path) -> list[str]:
             "--prometheus-port", str(free_port()), "--log-level", "error"]  # fmt: skip
 
 
-def setup() -> None:
-    """Install the peers, each in an environment of its own."""
-    for name, package in KEPT_APART.items():
-        folder = PEERS / name
-        if not (folder / "bin" / f"{name}-router").exists():
-            venv.create(folder, with_pip=True)
-            subprocess.run([folder / "bin" / "pip", "install", "-q", package], check=True)
-
-
 async def measure(args: argparse.Namespace) -> None:
     trace = (
         little_sharing() if args.trace == "little" else [json.loads(line) for line in Path(args.trace).read_text().splitlines()]
@@ -222,7 +203,8 @@ def main() -> None:
     options.add_argument("--setup", action="store_true", help="install the peers first")
     args = options.parse_args()
     if args.setup:
-        setup()
+        for name in ("sglang", "vllm"):
+            install(name, PACKAGES[name])
     asyncio.run(measure(args))
 
 

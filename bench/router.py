@@ -249,12 +249,17 @@ def memory(args, folder: Path) -> None:
         routers.end()
 
 
+def install(name: str, package: str) -> None:
+    """A peer, in an environment of its own, unless it is there."""
+    if not (PEERS / name / "ok").exists():
+        subprocess.run([sys.executable, "-m", "venv", PEERS / name], check=True)
+        subprocess.run([PEERS / name / "bin" / "pip", "install", "-q", package], check=True)
+        (PEERS / name / "ok").touch()
+
+
 def setup() -> None:
     for name, package in PACKAGES.items():
-        if not (PEERS / name / "ok").exists():
-            subprocess.run([sys.executable, "-m", "venv", PEERS / name], check=True)
-            subprocess.run([PEERS / name / "bin" / "pip", "install", "-q", package], check=True)
-            (PEERS / name / "ok").touch()
+        install(name, package)
 
 
 def main() -> None:

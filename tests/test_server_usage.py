@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest_twisted
+from twisted.internet import reactor
 from twisted.internet.defer import Deferred, fail, succeed
-from twisted.internet.task import Clock
+from twisted.internet.task import Clock, deferLater
 
 from llmgw.server.usage import UsageSpool
 from llmgw.store.errors import StoreError
@@ -126,53 +130,63 @@ def test_todays_tokens_are_told_at_the_start():
 
 
 def on_disk(path, store):
-    made = UsageSpool(store, Clock(), lambda: 7200.5, path)
+    made = UsageSpool(store, reactor, lambda: 7200.5, path)
     made.start()
     return made
 
 
-def test_what_the_store_did_not_take_outlives_the_process_and_is_counted_once(tmp_path):
+def let_go(*spools):
+    """As a process that dies does."""
+    for made in spools:
+        made._loop.stop()
+
+
+@pytest_twisted.ensureDeferred
+async def test_what_the_store_did_not_take_outlives_the_process_and_is_counted_once(tmp_path):
     """The file is there only while it is needed, and keeps the id of a batch that may have been written."""
     path, store = tmp_path / "usage.json", Store()
     first = on_disk(path, store)
     first.add([row(1)])
-    first.flush()
+    await first.flush()
     assert not path.exists()
     store.failing = True
     first.add([row(2)])
-    first.flush()
+    await first.flush()
     first.add([row(3)])
-    first.stop()
+    await first.stop()
     assert path.stat().st_mode & 0o777 == 0o600
     store.failing, before = False, store.batches[-1][0]
     second = on_disk(path, store)
-    second.flush()
+    await second.flush()
     assert store.batches[-1][0] == before
-    second.flush()
+    await second.flush()
     assert [sum(r.requests for r in rows) for _, rows in store.batches[-2:]] == [2, 3]
     assert not path.exists()
-    second.stop()
+    await second.stop()
 
 
-def test_a_batch_on_its_way_is_on_disk_under_its_id(tmp_path):
+@pytest_twisted.ensureDeferred
+async def test_a_batch_on_its_way_is_on_disk_under_its_id(tmp_path):
     """A death between the store's yes and our hearing it counts nothing twice."""
     path, store = tmp_path / "usage.json", Store()
     store.failing = True
     first = on_disk(path, store)
     first.add([row(2)])
-    first.flush()
+    await first.flush()
     store.failing = False
     first.add([row(3)])
+    await first.flush()
+    sent, store.hanging = store.batches[-1][0], Deferred()
     first.flush()
-    store.hanging = Deferred()
-    first.flush()
+    while store.batches[-1][0] == sent:
+        await deferLater(reactor, 0.01)
     third = on_disk(path, Store())
     assert third._batch[0] == store.batches[-1][0] and not third._rows
-    first._loop.stop()
-    third._loop.stop()
+    let_go(first, third)
 
 
-def test_a_stop_with_a_store_that_hangs_loses_nothing(tmp_path):
+@pytest_twisted.ensureDeferred
+async def test_a_stop_with_a_store_that_hangs_loses_nothing(tmp_path):
     """Its answer comes too late for this process."""
     path, store = tmp_path / "usage.json", Store()
     made = on_disk(path, store)
@@ -180,10 +194,38 @@ def test_a_stop_with_a_store_that_hangs_loses_nothing(tmp_path):
     store.hanging = Deferred()
     made.flush()
     made.add([row(3)])
-    made.stop()
+    await made.stop()
     again = on_disk(path, Store())
     assert again._batch[0] == store.batches[0][0] and [one.requests for one in again._rows.values()] == [3]
-    again._loop.stop()
+    let_go(again)
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_disk_that_hangs_holds_up_nothing_but_the_file(tmp_path):
+    """Nobody reads the pipe that stands where the file is to be written, so opening it blocks as a disk that is gone would."""
+    path, store = tmp_path / "usage.json", Store()
+    pipe = tmp_path / "usage.json.new"
+    os.mkfifo(pipe)
+    made = on_disk(path, store)
+    made.WITHIN, store.failing = 0.1, True
+    for number in range(5):
+        made.add([row(1, key=str(number))])
+        await made.flush()
+    store.failing = False
+    await made.flush()
+    await made.flush()
+    assert sum(r.requests for _, rows in store.batches[-2:] for r in rows) == 5
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    made.WITHIN, store.failing = 10.0, True
+    made.add([row(7)])
+    while not path.is_file():
+        await deferLater(reactor, 0.01)
+        await made.flush()
+    os.close(reader)
+    await made.stop()
+    again = on_disk(path, Store())
+    assert [r.requests for r in again._batch[1]] == [7]
+    let_go(again)
 
 
 def test_a_spool_that_cannot_be_read_is_put_aside(tmp_path):
@@ -192,4 +234,4 @@ def test_a_spool_that_cannot_be_read_is_put_aside(tmp_path):
     path.write_text("{")
     made = on_disk(path, Store())
     assert not path.exists() and (tmp_path / "usage.json.bad").exists()
-    made.stop()
+    let_go(made)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, evolve
+import msgspec
+from attrs import evolve
 from twisted.internet.defer import Deferred, succeed
 from twisted.internet.task import LoopingCall
 from twisted.logger import Logger
@@ -17,6 +17,7 @@ from twisted.logger import Logger
 from llmgw.interfaces import IStore
 from llmgw.store.errors import StoreError
 from llmgw.store.records import UsageRow
+from llmgw.store.thread import StoreThread
 
 DAY = 86400.0
 _SUMS = ("requests", "failures", "prompt_tokens", "completion_tokens", "cached_tokens", "seconds")
@@ -28,6 +29,7 @@ class UsageSpool:
     A batch that may or may not have been written is written again under its own id, which the store takes once.
 
     While the store takes nothing, and at a stop, what is not in it yet is also in a file, which the next process begins with.
+    A thread of its own writes it: its disk may be the one for which the store is away.
 
     @param wall: the clock by which hours are told.
     @param file: where that is; None keeps it in memory only.
@@ -36,6 +38,7 @@ class UsageSpool:
 
     log = Logger()
     EVERY = 5.0
+    WITHIN = 4.0
     LIMIT = 20_000
 
     def __init__(self, store: IStore, reactor: Any, wall: Callable[[], float], file: Path | None = None) -> None:
@@ -43,6 +46,7 @@ class UsageSpool:
         self._wall = wall
         self._file = file
         self._kept = False
+        self._thread = StoreThread(reactor, "usage file", 2)
         self._rows: dict[tuple[int, str, str], UsageRow] = {}
         self._batch: tuple[str, list[UsageRow]] | None = None
         self._writing: Deferred[None] | None = None
@@ -76,10 +80,11 @@ class UsageSpool:
 
     def stop(self) -> Deferred[None]:
         """Write what there is, once."""
+        kept: Deferred[None] = succeed(None)
         if self._loop.running:
             self._loop.stop()
-            self._keep()
-        return self.flush()
+            kept = Deferred.fromCoroutine(self._keep())
+        return kept.addCallback(lambda _: self.flush())
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take a worker's rows; a row that makes no sense harms no other."""
@@ -115,46 +120,42 @@ class UsageSpool:
             self._batch = (os.urandom(12).hex(), list(self._rows.values()))
             self._rows = {}
             if self._kept:
-                self._keep()  # with the id that it is sent under, or it would be counted twice after a death on the way
+                await self._keep()  # with the id that it is sent under, or it would be counted twice after a death on the way
         try:
             await self._store.add_usage(*self._batch)
         except StoreError as error:
             if not self._complained:
                 self.log.error("usage is kept here, the store does not take it: {error}", error=str(error))
             self._complained = True
-            self._keep()
+            await self._keep()
         else:
             self._batch = None
             self._complained = False
             if self._kept:
-                self._keep()
+                await self._keep()
 
     # On disk.
 
-    def _keep(self) -> None:
+    async def _keep(self) -> None:
         """Have the file say what is not in the store; none where all is."""
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
+        empty = self._batch is None and not self._rows
+        self._kept = True  # where nobody knows whether it was written, it may be there
+        kept = {"batch": self._batch, "rows": [*self._rows.values()]}
         try:
-            if self._batch is None and not self._rows:
-                self._file.unlink(missing_ok=True)
-                self._kept = False
-                return
-            kept = {"batch": self._batch and [self._batch[0], _plain(self._batch[1])], "rows": _plain(self._rows.values())}
-            fresh = self._file.with_name(self._file.name + ".new")
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-                json.dump(kept, file)
-            fresh.replace(self._file)
-            self._kept = True
-        except OSError as error:
-            self.log.error("usage is in memory only, {file} cannot be written: {error}", file=str(self._file), error=str(error))
+            await self._thread.run("write it", lambda: _put(file, None if empty else kept), self.WITHIN)
+            self._kept = not empty
+        except (OSError, StoreError) as error:
+            self.log.error("usage is in memory only, {file} cannot be written: {error}", file=str(file), error=str(error))
 
     def _bring_back(self) -> None:
         """Begin with what the last process could not write."""
         if self._file is None or not self._file.exists():
             return
         try:
-            kept = json.loads(self._file.read_bytes())
+            kept = msgspec.json.decode(self._file.read_bytes())
             batch = kept["batch"] and (str(kept["batch"][0]), [UsageRow(**row) for row in kept["batch"][1]])
             rows = [UsageRow(**row) for row in kept["rows"]]
         except (OSError, ValueError, TypeError, LookupError) as error:
@@ -166,5 +167,11 @@ class UsageSpool:
             self._add(row)
 
 
-def _plain(rows: Iterable[UsageRow]) -> list[dict[str, Any]]:
-    return [asdict(row) for row in rows]
+def _put(path: Path, kept: dict[str, Any] | None) -> None:
+    if kept is None:
+        path.unlink(missing_ok=True)
+        return
+    fresh = path.with_name(path.name + ".new")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(kept))
+    fresh.replace(path)

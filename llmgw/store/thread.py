@@ -24,8 +24,8 @@ T = TypeVar("T")
 class _Job(Generic[T]):
     """One call on its way to the thread and back. Whoever takes C{claim} decides: the thread to run it, the clock to drop it."""
 
-    def __init__(self, what: str, call: Callable[[], T], timeout: float, reactor: Any) -> None:
-        self.what, self.call, self.timeout = what, call, timeout
+    def __init__(self, name: str, what: str, call: Callable[[], T], timeout: float, reactor: Any) -> None:
+        self.name, self.what, self.call, self.timeout = name, what, call, timeout
         self.claim = threading.Lock()
         self.result: Deferred[T] = Deferred()
         self.timer = reactor.callLater(timeout, self.expired)
@@ -34,7 +34,7 @@ class _Job(Generic[T]):
         """The deadline passed: say whether it was begun."""
         unbegun = self.claim.acquire(blocking=False)
         state = "it was not begun" if unbegun else "it had begun, so whether it happened is not known"
-        self.result.errback(StoreError(f"the store did not {self.what} within {self.timeout:g} s: {state}", "timeout"))
+        self.result.errback(StoreError(f"the {self.name} did not {self.what} within {self.timeout:g} s: {state}", "timeout"))
 
     def done(self, outcome: T | Failure) -> None:
         """The thread is through; in the reactor's thread."""
@@ -46,15 +46,15 @@ class _Job(Generic[T]):
 class StoreThread:
     """Runs jobs in order.
 
-    @ivar limit: how many may wait; more are refused at once with code C{busy}.
+    @param name: of what it does them to, for errors.
+    @param limit: how many may wait; more are refused at once with code C{busy}.
     """
 
-    limit = 256
-
-    def __init__(self, reactor: Any, name: str = "llmgw-store") -> None:
+    def __init__(self, reactor: Any, name: str = "store", limit: int = 256) -> None:
         self._reactor = reactor
         self._name = name
-        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(self.limit)
+        self.limit = limit
+        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(limit)
         self._thread: threading.Thread | None = None
         self.closing = False
 
@@ -65,24 +65,23 @@ class StoreThread:
         @raise StoreError: closed, too many jobs waiting, or not done in time; besides what C{call} raises.
         """
         if self.closing:
-            return fail(StoreError(f"the store is closed and cannot {what}", "closed"))
+            return fail(StoreError(f"the {self._name} is closed and cannot {what}", "closed"))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._loop, name=f"llmgw-{self._name}", daemon=True)
             self._thread.start()
-        job = _Job(what, call, timeout, self._reactor)
+        job = _Job(self._name, what, call, timeout, self._reactor)
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
             job.timer.cancel()
-            return fail(
-                StoreError(f"the store cannot {what}: {self.limit} jobs wait already; its disk or database hangs", "busy")
-            )
+            why = f"{self.limit} jobs wait already; its disk or database hangs"
+            return fail(StoreError(f"the {self._name} cannot {what}: {why}", "busy"))
         return job.result
 
     def close(self, last: Callable[[], None], timeout: float) -> Deferred[None]:
         """Finish what waits, then run C{last} and end the thread; a thread that hangs is left behind after C{timeout}."""
         if self.closing:
-            return fail(StoreError("the store is closed already", "closed"))
+            return fail(StoreError(f"the {self._name} is closed already", "closed"))
         done: Deferred[None] = self.run("close", last, timeout)
         self.closing = True
         with suppress(queue.Full):  # full means that it hangs; as a daemon thread it then ends with the process

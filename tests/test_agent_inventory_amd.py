@@ -12,7 +12,7 @@ from llmgw.agent.inventory import NodeInventory
 STUB = """
 import json, os, time
 class AmdSmiException(Exception): pass
-PLAN = json.loads(os.environ["STUB"])
+PLAN = json.loads(open(os.environ["STUB"]).read() if os.environ["STUB"].startswith("/") else os.environ["STUB"])
 def amdsmi_init():
     if PLAN.get("hang"): time.sleep(600)
     if PLAN.get("init"): raise AmdSmiException(PLAN["init"])
@@ -25,6 +25,7 @@ def amdsmi_get_gpu_device_bdf(d): return said(d, "bdf")
 def amdsmi_get_gpu_asic_info(d): said(d, "asic"); return {"market_name": "Instinct MI300X", "target_graphics_version": "gfx942"}
 def amdsmi_get_gpu_vram_usage(d): return said(d, "vram")
 def amdsmi_get_gpu_total_ecc_count(d): return {"correctable_count": 4, "uncorrectable_count": said(d, "ecc") or 0}
+def amdsmi_get_gpu_enumeration_info(d): return {"drm_card": 1, "hsa_id": 9, "hip_id": said(d, "hip"), "hip_uuid": "GPU-1"}
 def amdsmi_get_gpu_driver_info(d): return {"driver_name": "amdgpu", "driver_version": "6.12.12"}
 def amdsmi_get_gpu_process_list(d): return said(d, "processes") or []
 """
@@ -70,6 +71,17 @@ async def test_devices_with_memory_and_processes(tmp_path):
     assert (device.memory_total, device.memory_used, device.bus) == (196592 * 2**20, 283 * 2**20, "0000:c1:00.0")
     assert [(p.pid, p.shard, p.memory) for p in device.processes] == [(os.getpid(), "m/1/0", 7), (1, None, None)]
     assert (found.driver, found.problem) == ("6.12.12", "")
+
+
+@pytest_twisted.ensureDeferred
+async def test_the_number_of_a_device_is_that_of_rocm(tmp_path):
+    """Which may be another than amdsmi's; where amdsmi cannot tell it, its own is taken for it."""
+    stubbed = Stubbed(tmp_path)
+    ids = [1, 0, "N/A", 2**32 - 1]
+    found = await stubbed.take(devices=[GPU | {"uuid": f"amd-{at}", "hip": hip} for at, hip in enumerate(ids)])
+    assert [(device.index, device.hip) for device in found.devices] == [(0, 1), (1, 0), (2, 2), (3, 3)]
+    (found,) = (await stubbed.take(devices=[GPU | {"fails": ["hip"]}])).devices[:1]
+    assert found.hip == 0
 
 
 @pytest_twisted.ensureDeferred

@@ -64,6 +64,18 @@ def test_binpack_takes_the_node_with_fewest_free_devices_that_fits():
     assert nodes_of(ledger.place(want("m/3", devices=1))) == ["a"]
 
 
+def test_devices_of_two_makers_never_serve_one_engine():
+    """Whatever their order; where no maker has enough of them, that is the reason."""
+    mixed = (device("a", 0, total=40), *(device("a", index, kind="amd") for index in (1, 2)))
+    ledger = Ledger([candidate("a", mixed)])
+    placed = ledger.place(want("m/1", devices=2))
+    assert [allocation.devices for allocation in placed.allocations] == [("a-1", "a-2")]
+    assert (
+        "too few devices of one maker (need 2, most free 1)"
+        in refusal(Ledger([candidate("a", mixed[:2])]), want("m/2", devices=2)).line()
+    )
+
+
 def test_copies_of_one_model_go_to_different_nodes_among_equals():
     """Two copies on one machine die together, so equal nodes are told apart by what they run."""
     ledger = Ledger([candidate("a", 0), candidate("b", 0)])

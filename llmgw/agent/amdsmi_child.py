@@ -14,6 +14,7 @@ from typing import Any
 
 ROCM = "/opt/rocm/share/amd_smi"
 MIB = 2**20
+UNKNOWN = 2**32 - 1  # how amdsmi fills a number that it does not have
 
 
 class Reader:
@@ -51,11 +52,17 @@ class Reader:
             "index": index,
             "name": str(_known(asic, "market_name") or "unknown"),
             "kind": "amd",
+            "hip": self._hip(handle, index),
             "bus": str(self.maybe("amdsmi_get_gpu_device_bdf", handle) or ""),
             "architecture": str(_known(asic, "target_graphics_version") or ""),
             "processes": self._processes(handle),
             **self._memory(handle),
         }
+
+    def _hip(self, handle: Any, index: int) -> int:
+        """Its number in ROCm's runtime; amdsmi older than ROCm 6.4 cannot tell, then, as engines do, its own number of it."""
+        found = _known(self.maybe("amdsmi_get_gpu_enumeration_info", handle) or {}, "hip_id")
+        return found if isinstance(found, int) and found < UNKNOWN else index
 
     def _memory(self, handle: Any) -> dict[str, Any]:
         used = self.maybe("amdsmi_get_gpu_vram_usage", handle) or {}

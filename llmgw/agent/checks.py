@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attrs import evolve, frozen
+from twisted.internet.defer import Deferred
 from twisted.logger import Logger
 
 from llmgw.agent.launching import CannotStart, other_user, own_cgroup
@@ -26,12 +27,16 @@ from llmgw.fleet.units import show_size
 from llmgw.interfaces import Flags, IEngineAdapter, IServedNames, ShardLaunch
 
 DISK_NEEDED = 32 * 2**20
+AMD = "amd"
 
 
 class Equipment(Protocol):
     """What is on this node: hardware, engines, weights."""
 
     inventory: Inventory | None
+
+    def look(self) -> Deferred[None]:
+        """Take the inventory anew."""
 
     def installations(self) -> tuple[Installation, ...]:
         """The engines, with what is known of their versions."""
@@ -89,6 +94,9 @@ class Checks:
         """
         installation, adapter = self.engine(order.profile.engine)
         self._check_disk(self.settings.state)
+        if order.allocation.devices and _of_amd(self._equipment.inventory):
+            # ROCm's numbers move when a device comes or goes, unlike the UUIDs by which others are given.
+            await self._equipment.look()
         self._check_devices(order)
         self._check_ports(order)
         weights = order.profile.weights
@@ -189,14 +197,23 @@ class Checks:
 def as_seen(allocation: Allocation, inventory: Inventory | None) -> Allocation:
     """The allocation with the figures of its smallest device, so that an engine takes no more than it was given.
 
+    On a node with devices of AMD also with the numbers of those that are its own, in their order.
+
     Free is what strangers leave: what our own engines hold is their claims' business, or was held by one that has ended.
     """
     there = {device.uuid: device for device in inventory.devices} if inventory else {}
     ours = [there[uuid] for uuid in allocation.devices if uuid in there]
+    if _of_amd(inventory):
+        amd = (device for device in ours if device.kind == AMD)
+        allocation = evolve(allocation, hip=tuple(device.index if device.hip is None else device.hip for device in amd))
     totals = [device.memory_total for device in ours if device.memory_total]
     if len(totals) != len(allocation.devices) or not totals:
         return allocation
     return evolve(allocation, device_total=min(totals), device_free=min(map(_left_by_strangers, ours)))
+
+
+def _of_amd(inventory: Inventory | None) -> bool:
+    return inventory is not None and any(device.kind == AMD for device in inventory.devices)
 
 
 def _left_by_strangers(device: Device) -> int:

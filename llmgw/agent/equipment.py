@@ -39,7 +39,7 @@ class NodeEquipment:
         self._installations = installations
         self._finder = finder
         self._busy = busy
-        self._loop = LoopingCall(self._again)
+        self._loop = LoopingCall(self.look)
         self._loop.clock = reactor
         self.inventory: Inventory | None = None
         self.changed: Callable[[], None] = lambda: None
@@ -50,7 +50,7 @@ class NodeEquipment:
         return Deferred.fromCoroutine(self._begin())
 
     async def _begin(self) -> None:
-        await self._again()
+        await self.look()
         self._loop.start(EVERY, now=False)
 
     def end(self) -> None:
@@ -59,7 +59,8 @@ class NodeEquipment:
         if self._loop.running:
             self._loop.stop()
 
-    def _again(self) -> Deferred[None]:
+    def look(self) -> Deferred[None]:
+        """Take the inventory anew; never errbacks for what a device or library does."""
         taken = self._taker.take().addCallback(self._took)
         return taken.addErrback(self._broke)
 

@@ -35,7 +35,10 @@ NODES_OWN = re.compile(
 NEVER = re.compile(
     r"(NOTIFY_SOCKET|WATCHDOG_.*|LISTEN_(FDS|PID|FDNAMES)|INVOCATION_ID|JOURNAL_STREAM|CREDENTIALS_DIRECTORY|LLMGW_.*)\Z"
 )
-
+# What says which devices an engine sees; GPU_DEVICE_ORDINAL is OpenCL's and older HIP's.
+DEVICE_VARIABLES = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
+)
 
 # An option, and what it takes: words in capitals, [optional], {choices}, <thing>; argparse repeats that after each short form.
 _OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
@@ -214,7 +217,7 @@ def no_loras(profile: Profile, engine: str) -> list[Problem]:
 def environment_problems(profile: Profile, reserved: Collection[str] = (), nodes_own: bool = True) -> list[Problem]:
     """Names in C{environment} that a catalog may not set.
 
-    @param reserved: what the adapter sets itself.
+    @param reserved: what the adapter sets itself, beside what makes devices visible.
     @param nodes_own: whether names that choose the code that runs are refused (see L{NODES_OWN}).
     """
     problems = []
@@ -222,7 +225,7 @@ def environment_problems(profile: Profile, reserved: Collection[str] = (), nodes
         where = f"environment.{name}"
         if not name or "=" in name or "\0" in name + value:
             problems.append(Problem("not a name and value that a process can be given", where, "environment"))
-        elif NEVER.match(name) or name in reserved:
+        elif NEVER.match(name) or name in DEVICE_VARIABLES or name in reserved:
             problems.append(Problem(f"{name} is llmgw's own to set: leave it out", where, "environment"))
         elif nodes_own and NODES_OWN.match(name):
             text = f"{name} belongs to the node: set it in agent.yaml under engines.{profile.engine}.environment"
@@ -266,8 +269,17 @@ def placeholder_problems(words: Sequence[str], known: Collection[str]) -> list[P
 
 
 def visible_devices(allocation: Allocation) -> dict[str, str]:
-    """The shard's devices by UUID, and no other; none where it has none. Their numbers are then those of NVML."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(allocation.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    """The shard's devices, and no other; none where it has none.
+
+    NVIDIA's go by UUID, and their numbers are then those of NVML. AMD's go by the numbers that the agent has just looked up: of
+    ROCm's variables vLLM and SGLang read only this one, as numbers, and one more would count within what the first has left
+    (https://rocm.docs.amd.com, "GPU isolation techniques"). Empty would be as if it were not set
+    (https://github.com/ROCm/hip/issues/3001).
+    """
+    if allocation.hip:
+        return {"HIP_VISIBLE_DEVICES": ",".join(map(str, allocation.hip))}
+    none_of_amd = {} if allocation.hip is None else {"HIP_VISIBLE_DEVICES": "-1"}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(allocation.devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **none_of_amd}
 
 
 def http_url(host: str, port: int) -> str:

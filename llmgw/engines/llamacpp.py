@@ -195,9 +195,7 @@ class LlamaCpp:
         return [
             *weights_problems(profile, files),
             *reserved_arguments(profile, _RESERVED),
-            *environment_problems(
-                profile, {KEY, "CUDA_VISIBLE_DEVICES", "LLAMA_ARG_HOST", "LLAMA_ARG_PORT", "LLAMA_ARG_API_KEY_FILE"}
-            ),
+            *environment_problems(profile, {KEY, "LLAMA_ARG_HOST", "LLAMA_ARG_PORT", "LLAMA_ARG_API_KEY_FILE"}),
             *unknown_arguments(profile, flags, whose, "llama-server --help"),
             *_parallel_problems(profile),
             *no_loras(profile, "llama.cpp"),

@@ -36,9 +36,7 @@ RESERVED = {
     "delete-ckpt-after-loading": "it would delete the weights",
     "enable-dp-attention": "it is deprecated: set the argument `attn-dp-size`",
 }
-RESERVED_ENVIRONMENT = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "SGLANG_HOST_IP", "SGLANG_PORT", "SGLANG_TCP_STORE_PORT"}
-)
+RESERVED_ENVIRONMENT = frozenset({"SGLANG_HOST_IP", "SGLANG_PORT", "SGLANG_TCP_STORE_PORT"})
 _QUANTIZATIONS = (
     "awq fp8 mxfp8 gptq gptq_marlin awq_marlin bitsandbytes gguf modelopt modelopt_fp8 modelopt_fp4 nvfp4_online modelopt_mixed "
     "petit_nvfp4 w8a8_int8 w8a8_fp8 moe_wna16 w4afp8 mxfp4 auto-round auto-round-int8 compressed-tensors modelslim mxfp_w4a8 "

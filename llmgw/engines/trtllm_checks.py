@@ -31,7 +31,6 @@ RESERVED = {
     **dict.fromkeys(("free-gpu-memory-fraction", "kv-cache-free-gpu-memory-fraction"), "set it in `kv_cache_config`"),
     "kv-cache-dtype": "set `dtype` in `kv_cache_config`",
 }
-RESERVED_ENVIRONMENT = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
 # The server's own options; whatever else stands in `arguments` goes into the configuration file.
 OPTIONS = frozenset(
     {"agent_percentage", "agent_types", "allow_request_chat_template", "backend", "chat_template", "custom_module_dirs"}
@@ -64,7 +63,7 @@ def problems(case: Case) -> list[Problem]:
     """Every reason for which TensorRT-LLM would not serve this profile."""
     found = weights_problems(case.profile, case.files)
     found += reserved_arguments(case.profile, RESERVED)
-    found += environment_problems(case.profile, RESERVED_ENVIRONMENT)
+    found += environment_problems(case.profile)
     found += no_loras(case.profile, "TensorRT-LLM")
     for check in (
         model_checks.heads,

@@ -41,7 +41,7 @@ RESERVED = {
     "device-ids": "llmgw gives it devices by UUID",
     **dict.fromkeys(("enable-lora", "lora-modules"), "set `loras` on the model"),
 }
-RESERVED_ENVIRONMENT = frozenset({"VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
+RESERVED_ENVIRONMENT = frozenset({"VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP"})
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
 # Ten times the compute capability.
 CAPABILITY = {

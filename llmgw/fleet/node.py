@@ -33,7 +33,7 @@ class Device:
     """One GPU (or MIG instance) as last seen. Memory in bytes; C{memory_used} is observed, not claimed.
 
     C{problem} is empty for a healthy device; with a text the device is shown but nothing is placed on it.
-    C{bus} is its PCI address, C{architecture} what AMD's is called (C{gfx942}).
+    C{bus} is its PCI address, C{architecture} what AMD's is called (C{gfx942}), C{hip} its number in ROCm's runtime.
     C{kernel_log} is what the kernel's log says of one that is sick or missing (C{Xid 79}), or why the log could not be read.
     C{fabric} is how far its NVSwitch fabric is (C{not started}, C{in progress}, C{completed}), C{peers} the UUIDs that it reaches
     directly; both None where nobody knows.
@@ -54,6 +54,7 @@ class Device:
     kernel_log: str = ""
     bus: str = ""
     architecture: str = ""
+    hip: int | None = None
     fabric: str | None = None
     peers: tuple[str, ...] | None = None
 

@@ -132,7 +132,8 @@ class Allocation:
 
     C{ports[0]} is the engine's HTTP port on rank 0; the rest are the engine's own. C{head} and C{peers} are addresses on
     the fabric where the replica has one, else the nodes' own. C{memory} is the device memory claimed per device.
-    C{device_total} and C{device_free} are what the agent sees of the smallest of the devices just before a launch.
+    C{device_total} and C{device_free} are what the agent sees of the smallest of the devices just before a launch, C{hip} the
+    numbers that ROCm then has for those of AMD; None on a node that has no AMD device.
     """
 
     node: str
@@ -149,6 +150,7 @@ class Allocation:
     interface: str | None = None
     device_total: int | None = None
     device_free: int | None = None
+    hip: tuple[int, ...] | None = None
 
 
 @frozen

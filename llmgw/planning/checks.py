@@ -150,6 +150,15 @@ def _device_memory(room: NodeRoom, want: Want) -> Check | None:
     return Check("device_memory", text, _least(last, memory), _free(last), "bytes", detail, last.holder, per=need)
 
 
+def _makers(room: NodeRoom, want: Want) -> Check | None:
+    """Devices of NVIDIA and of AMD serve no engine together."""
+    need, memory = want.needs.devices, want.needs.memory
+    have = len(room.together(need, memory, want.share))
+    if need <= have or len(room.fitting(memory, want.share)) < need:
+        return None
+    return Check("makers", "with too few devices of one maker", need, have, "devices")
+
+
 def _least(room: DeviceRoom, memory: int | None) -> int:
     return memory if memory is not None else max(1, math.ceil(WHOLE * (room.device.memory_total or 0)))
 
@@ -188,6 +197,7 @@ CHECKS: tuple[Callable[[NodeRoom, Want], Check | None], ...] = (
     _weights,
     _devices,
     _device_memory,
+    _makers,
     _host_memory,
     _ports,
 )

@@ -123,7 +123,7 @@ class Ledger:
         ports = [room.free_ports(want.needs.ports) or () for room in rooms]
         made = []
         for rank, room in enumerate(rooms):
-            chosen = room.fitting(want.needs.memory, want.share)[: want.needs.devices]
+            chosen = room.together(want.needs.devices, want.needs.memory, want.share)
             on = room.fabrics.get(fabric) if fabric else None
             made.append(
                 Allocation(

@@ -179,6 +179,13 @@ class NodeRoom:
         rooms = [room for room in self.devices.values() if _takes(room, memory, share)]
         return sorted(rooms, key=lambda room: (not room.holders, room.free or 0, room.device.index))
 
+    def together(self, count: int, memory: int | None, share: bool) -> list[DeviceRoom]:
+        """The best C{count} of these that one engine can use, all of one maker; fewer where no maker has so many."""
+        fitting = self.fitting(memory, share)
+        makers = dict.fromkeys(room.device.kind for room in fitting)
+        alike = [[room for room in fitting if room.device.kind == maker] for maker in makers]
+        return next((rooms[:count] for rooms in alike if len(rooms) >= count), max(alike, key=len, default=[]))
+
     def free_ports(self, count: int) -> tuple[int, ...] | None:
         """C{count} ports in a row, the first that fit behind the last claimed; None when the range is used up."""
         low, high = self.candidate.facts.ports if self.candidate.facts else (0, -1)

@@ -183,6 +183,21 @@ def test_each_problem_of_a_model(model, problem):
     assert problems(model) == [f"2: {problem}"]
 
 
+def test_a_model_that_fits_in_no_order_is_refused():
+    """Everything that goes to a node counts, aliases, too; what is only routed does not."""
+    long = "x" * 100_000
+    argv = f"{{engine: command, argv: [a, {long}, {long}, {long}]}}"
+    (found,) = problems(f"{{name: m, profile: {argv}}}")
+    assert found == (
+        "2: models.m: takes 300065 bytes of JSON, at most 262144 go to a node with an order: shorten the profile's arguments, "
+        "environment or argv"
+    )
+    (found,) = problems(f"{{name: m, profile: {{engine: e}}, aliases: [{', '.join(f'a{n}' for n in range(40_000))}]}}")
+    assert found.startswith("2: models.m: takes ")
+    read(f"{{name: m, endpoints: [{', '.join(['{url: http://h/v1}'] * 12_000)}]}}")
+    read(f"{{name: m, profile: {{engine: command, argv: [a, {long}, {long}]}}}}")
+
+
 def test_names_are_unique_over_the_whole_file():
     """Names, aliases and names of LoRA adapters live in one space, since clients ask in one."""
     assert problems(

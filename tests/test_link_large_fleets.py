@@ -45,6 +45,23 @@ def test_an_order_is_told_once_on_a_link(world):
     assert told(server) == [[None, None]]
 
 
+def test_orders_that_fit_no_line_together_are_told_one_after_the_other(world):
+    """A registration of eight shards with 200 KB each would be longer than a line may be, and no link would ever come about."""
+    server, node = ScriptedServer(world), Node("n1")
+    names = [f"m/{number}/0" for number in range(8)]
+    node.shards = tuple(evolve(shard(name), order=order(name, filler="x" * 200_000)) for name in names)
+    agent = world.agent(node=node)
+    link_to(world, server, agent)
+    for _ in range(3):
+        server.beat()
+        world.net.run(1)
+    registered = [one.order for one in server.link.heard[0].shards]
+    each = [registered, *told(server)]
+    assert [sum(one is not None for one in orders) for orders in each] == [2, 2, 2, 2, 0]
+    together = [next(filter(None, column)) for column in zip(*each, strict=True)]
+    assert together == [one.order for one in node.shards]
+
+
 def test_a_report_without_an_order_means_the_one_told_before():
     """For the same attempt only; of another one the server knows none until it is told."""
     members, news = Membership(lambda: 0.0, lambda: None), []

@@ -190,6 +190,20 @@ def test_a_desired_state_larger_than_the_write_buffer_arrives_whole(world):
     assert not agent.node.of("disconnected")
 
 
+def test_an_order_that_fits_no_line_holds_up_no_other_of_its_node(world):
+    """It is declined in the node's name, saying how long it is, and the others are followed."""
+    port, agent = world.server(), world.agent("n1")
+    world.linked(port)
+    long = order("m/8/0", "run:m/8/0:1:7.12", filler="x" * 2**20)
+    assert port.desired("n1", [order("m/7/0"), long, order("m/9/0")], 12)
+    world.net.run(1)
+    ((whole,),) = agent.node.of("desired")
+    assert [each.shard for each in whole.orders] == ["m/7/0", "m/9/0"]
+    ((node, session, done),) = port.members.of("done")
+    assert (node, session, done.operation, done.ok, done.error) == ("n1", "7.1", long.operation, False, "unsendable")
+    assert done.result["text"].startswith("its order takes 1049") and "m's profile have to be shorter" in done.result["text"]
+
+
 def test_a_node_that_reads_slowly_gets_the_newest_desired_state(world):
     """Five plans later it is not five states behind, nor does the server hold them; what it gets is whole."""
     port, peer = world.server(), joined(world)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llmgw.wire.backoff import Backoff
 from llmgw.wire.codec import encode
 from llmgw.wire.messages import MAX_LINE, Desired
-from llmgw.wire.parts import MAX_PARTS, Joiner, split
+from llmgw.wire.parts import MAX_ORDER, MAX_PARTS, Joiner, split
 from tests.fleetlink import order
 
 
@@ -41,15 +41,34 @@ def test_only_a_link_that_lasted_resets_it():
 def test_parts_fit_and_make_the_whole_again(sizes):
     """Every part fits in a line, and joining gives all orders in their order."""
     orders = [order(f"m/{n}/0", f"op{n}", filler="x" * size) for n, size in enumerate(sizes)]
-    parts = split(7, "cp1", 11, orders)
+    parts = split(7, "cp1", 11, orders, none_too_long)
     assert all(len(encode(part)) <= MAX_LINE for part in parts)
     joiner = Joiner()
     wholes = [whole for part in parts if (whole := joiner.add(part))]
     assert wholes == [Desired(7, "cp1", 11, 1, 1, tuple(orders))]
 
 
+def none_too_long(order, size):
+    raise AssertionError(f"{order.shard}: {size}")
+
+
 def parts_of(revision, epoch=7):
-    return split(epoch, "cp1", revision, [order(f"m/{n}/0", filler="x" * 200_000) for n in range(3)])
+    return split(epoch, "cp1", revision, [order(f"m/{n}/0", filler="x" * 200_000) for n in range(3)], none_too_long)
+
+
+@given(
+    st.lists(st.sampled_from([10, 300_000, MAX_ORDER - 1000, MAX_ORDER, 2**20, 2**21]), max_size=8),
+    st.sampled_from("x\u00e9\x01\U0001f600"),
+)
+def test_an_order_that_fits_no_line_is_left_out_of_the_others(sizes, letter):
+    """Whatever its letters take as JSON; what goes fits in lines and is all but those that are named."""
+    orders = [order(f"m/{n}/0", f"op{n}", filler=letter * size) for n, size in enumerate(sizes)]
+    out = []
+    parts = split(7, "cp1", 11, orders, lambda order, size: out.append((order, size)))
+    assert all(len(encode(part)) <= MAX_LINE for part in parts)
+    assert all(size > MAX_ORDER for _, size in out)
+    assert [each for part in parts for each in part.orders] == [each for each in orders if each not in [left for left, _ in out]]
+    assert {each.operation for each, _ in out} >= {f"op{n}" for n, size in enumerate(sizes) if size >= MAX_ORDER}
 
 
 def test_parts_of_two_states_are_never_mixed():

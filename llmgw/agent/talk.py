@@ -5,7 +5,7 @@ One talk belongs to one link. What the node answers to an old link's question fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from attrs import define, evolve, field, frozen
 from cryptography import x509
@@ -15,7 +15,7 @@ from twisted.logger import Logger
 from llmgw.agent.fence import Fence, FenceError
 from llmgw.agent.inode import INode
 from llmgw.errors import LlmgwError
-from llmgw.fleet.shard import ShardOrder
+from llmgw.fleet.shard import ShardOrder, ShardReport
 from llmgw.wire.agent_end import AgentLink, Ending
 from llmgw.wire.codec import Unknown
 from llmgw.wire.identity import PeerCertificate
@@ -34,7 +34,7 @@ from llmgw.wire.messages import (
     Report,
     Welcome,
 )
-from llmgw.wire.parts import Joiner
+from llmgw.wire.parts import MAX_ORDER, Joiner, size_of
 from llmgw.wire.tls import check_server
 
 
@@ -96,10 +96,10 @@ class Talk:
         except Exception:
             self.log.failure("while making our registration")
             return "our registration failed (see the log)"
-        self._told = {shard.shard: shard.order for shard in register.shards}
         fence = self._common.fence
         return evolve(
             register,
+            shards=self._short(register.shards),
             protocol=PROTOCOL,
             fleet=welcome.fleet,
             epoch=fence.epoch,
@@ -142,14 +142,25 @@ class Talk:
     def _send(self, message: AgentMessage) -> None:
         if isinstance(message, Report):  # whoever made it: as of which orders it is true is known only here
             applied, clock = self._common.applied, self._common.wall()
-            message = self._short(evolve(message, epoch=applied.epoch, revision=applied.revision, clock=clock))
+            shards = self._short(message.shards)
+            message = evolve(message, shards=shards, epoch=applied.epoch, revision=applied.revision, clock=clock)
         self.link.send(message)
 
-    def _short(self, report: Report) -> Report:
-        """C{report} without the orders told on this link before: they are most of it, and it goes out at each beat."""
-        told, self._told = self._told, {shard.shard: shard.order for shard in report.shards}
-        known = [shard.order is not None and told.get(shard.shard) == shard.order for shard in report.shards]
-        return evolve(report, shards=tuple(evolve(s, order=None) if k else s for s, k in zip(report.shards, known, strict=True)))
+    def _short(self, shards: Iterable[ShardReport]) -> tuple[ShardReport, ...]:
+        """C{shards} without the orders told on this link before, which are most of a report, and it goes out at each beat; nor
+        with those for which this line has no room: they go with the next ones.
+        """
+        told, self._told, room = self._told, {}, MAX_ORDER
+        short = []
+        for shard in shards:
+            order = shard.order
+            size = size_of(order) if order is not None and told.get(shard.shard) != order else 0
+            fits = size <= room
+            if fits:
+                room -= size
+                self._told[shard.shard] = order
+            short.append(shard if size and fits else evolve(shard, order=None))
+        return tuple(short)
 
     def _dispatch(self, message: Message) -> None:
         if isinstance(message, Beat):

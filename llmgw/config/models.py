@@ -44,6 +44,7 @@ from llmgw.fleet.model import (
     Scale,
     StaticEndpoint,
 )
+from llmgw.fleet.plain import to_text
 
 MODEL_NAME = re.compile(
     r"(?!.*//)(?!.*/\.{1,2}(/|\Z))(?!(.*/)?[0-9]+\Z)[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,126}[A-Za-z0-9_+-]\Z|[A-Za-z]\Z", re.ASCII
@@ -58,6 +59,9 @@ LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,126}\Z", re.ASCII)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}\Z", re.ASCII)
 _OPTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}\Z", re.ASCII)
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?\Z", re.ASCII)
+
+# Half of what an order on the link may take; the kernel takes no argument or variable of more than 128 KiB.
+MAX_ORDERED = 256 * 1024
 
 model_name = matching(MODEL_NAME, _MODEL_NAME)
 environment = map_of(word, VARIABLE, "a variable's name: letters, digits and _")
@@ -210,6 +214,10 @@ def _make_model(name: str, profile: Profile | None = None, loras: tuple[Lora, ..
 def _check_model(item: Item, model: Model, reading: Reading) -> None:
     if model.profile is None and not item.has("profile") and not model.endpoints and not item.has("endpoints"):
         reading.add(item, "has neither a profile (llmgw runs it) nor endpoints (it runs elsewhere)", "missing_key")
+    length = len(to_text(evolve(model, endpoints=()))) if model.profile else 0
+    if length > MAX_ORDERED:
+        what = f"takes {length} bytes of JSON, at most {MAX_ORDERED} go to a node with an order"
+        reading.add(item, f"{what}: shorten the profile's arguments, environment or argv", "too_large")
     for key in ("replicas", "loras", "rollout", "reconcile"):
         if item.has(key) and not item.has("profile"):
             reading.add(item.get(key), f"{key} needs a profile: llmgw does not run what is behind endpoints", "profile")

@@ -50,7 +50,7 @@ from llmgw.wire.messages import (
     Report,
     Welcome,
 )
-from llmgw.wire.parts import split
+from llmgw.wire.parts import MAX_ORDER, split
 from llmgw.wire.server_end import ServerCore, make_server_link
 from llmgw.wire.tls import LinkTls, TlsError, TlsIdentity, read_identity
 
@@ -128,7 +128,11 @@ class FleetPort(Service):
         visitor = self._sessions.get(node)
         if visitor is None or not self._leadership.may_act():
             return False
-        visitor.want(split(self._leadership.epoch, self._leadership.leader, revision, orders))
+        declined: list[Done] = []
+        epoch, leader = self._leadership.epoch, self._leadership.leader
+        visitor.want(split(epoch, leader, revision, orders, lambda order, size: declined.append(_too_long(order, size))))
+        for done in declined:  # in the node's place: it cannot be told of it
+            self._members.done(node, visitor.session, done)
         return True
 
     def ask(self, node: str, message: Inspect | FetchLog | FetchWeights, timeout: float) -> Deferred[Done]:
@@ -402,6 +406,14 @@ class FleetPort(Service):
         if self._tls is not None:
             shown.append((f"our own certificate ({self._tls.own})", self._tls.identity.chain[0]))
         self._watch.look(shown, self._wall())
+
+
+def _too_long(order: ShardOrder, size: int) -> Done:
+    text = (
+        f"its order takes {size} bytes, more than the link carries ({MAX_ORDER}): "
+        f"arguments, environment and argv of {order.model}'s profile have to be shorter"
+    )
+    return Done(order.operation, False, "unsendable", {"text": text})
 
 
 def _certified(visitor: Visitor, text: str) -> str:

@@ -73,7 +73,8 @@ Rules that are easy to break:
  - The agent refuses a lower epoch than its own, and its own epoch from another leader: C{done} with C{error: stale_epoch} or
    C{epoch_conflict} per operation (one with an empty operation where there is none), its own epoch and leader in C{result}. It
    stores a higher one on disk before it acts on it. A lower revision of the same epoch is C{stale_revision}.
- - In a report the C{order} of a shard is left out (null) if the report or registration before it on this link had the same.
+ - In a report the C{order} of a shard is left out (null) if the report or registration before it on this link had the same, or
+   where a line has no room for it: a later report has it.
  - C{done} for an operation that was done before is the same C{done} again, without a second effect.
 """
 

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from attrs import define, evolve, field
 
 from llmgw.fleet.shard import ShardOrder
 from llmgw.wire.codec import to_plain
-from llmgw.wire.messages import Desired
+from llmgw.wire.messages import MAX_LINE, Desired
 
 PART_SIZE = 2**18
 MAX_PARTS = 256
+# Half a line: the registration that tells of it has to hold the facts of its node, too.
+MAX_ORDER = MAX_LINE // 2
 
 
-def split(epoch: int, leader: str, revision: int, orders: Sequence[ShardOrder]) -> list[Desired]:
-    """The parts of a desired state; at least one, since no orders at all is something to say, too."""
-    groups = list(_groups(orders)) or [()]
+def size_of(order: ShardOrder) -> int:
+    """How many bytes of a line it takes, at most."""
+    return len(json.dumps(to_plain(order)))
+
+
+def split(
+    epoch: int, leader: str, revision: int, orders: Sequence[ShardOrder], too_long: Callable[[ShardOrder, int], object]
+) -> list[Desired]:
+    """The parts of a desired state; at least one, since no orders at all is something to say, too.
+
+    @param too_long: called with each order that fits in no line, and its size; it is left out, which stops nothing.
+    """
+    groups = list(_groups(orders, too_long)) or [()]
     return [Desired(epoch, leader, revision, part, len(groups), group) for part, group in enumerate(groups, 1)]
 
 
-def _groups(orders: Sequence[ShardOrder]) -> Iterator[tuple[ShardOrder, ...]]:
+def _groups(orders: Sequence[ShardOrder], too_long: Callable[[ShardOrder, int], object]) -> Iterator[tuple[ShardOrder, ...]]:
     group: list[ShardOrder] = []
     size = 0
     for order in orders:
-        length = len(json.dumps(to_plain(order)))
+        length = size_of(order)
+        if length > MAX_ORDER:
+            too_long(order, length)
+            continue
         if group and size + length > PART_SIZE:
             yield tuple(group)
             group, size = [], 0

@@ -6,10 +6,14 @@ import contextlib
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
+from pathlib import Path
 
 import pytest
+from attrs import evolve
 
+from llmgw.config.catalog import dump_catalog, load_catalog, read_catalog
 from tests.end_to_end.fleet import BIN, fake_model, processes, until
 
 
@@ -60,6 +64,41 @@ def test_a_missing_or_mismatched_key(fleet, fault, kind, config, name):
     assert code in (1, 2)
     assert key.name in text and "Traceback" not in text
     assert fault == "missing" or f"{name}.pem" in text
+
+
+def test_a_model_that_no_link_carries(fleet):
+    """Refused where it is applied. One that a store has all the same fails with the reason, and the rest of its node goes on."""
+    models = fake_model("small")
+    huge = fake_model("huge", more="\n      environment: {PAD: '" + "x" * 600_000 + "'}")
+    fleet.write_server(models)
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent()
+    fleet.ready("small")
+    (fleet.folder / "huge.yaml").write_text(f"models:{huge}")
+    said = fleet.llmgw("apply", "huge.yaml", code=None)
+    assert "models.huge: takes 600" in said and "shorten the profile's arguments, environment or argv" in said
+    fleet.end("server")
+    put_into_store(fleet.folder / "state" / "llmgw.db", fake_model("huge"), PAD="x" * 600_000)
+    fleet.write_server(fake_model("small", 2))
+    fleet.start_server()
+    fleet.ready("small", 2)
+    (shard,) = until(lambda: [one for one in fleet.shards("huge") if one["state"] in ("backoff", "failed")], "huge is given up")
+    assert "its order takes 60" in shard["reason"] and "huge's profile have to be shorter" in shard["reason"]
+    assert "its order takes 60" in fleet.llmgw("events")
+    fleet.ready("small", 2)
+
+
+def put_into_store(database, text: str, **environment: str) -> None:
+    """As if an earlier version had taken it: the model of C{text} with this environment, in the catalog's newest revision."""
+    (new,) = read_catalog(Path("models.yaml"), f"models:{text}").models
+    assert new.profile is not None
+    new = evolve(new, profile=evolve(new.profile, environment=environment))
+    with contextlib.closing(sqlite3.connect(database)) as store, store:
+        number, kept = store.execute("select number, text from catalog order by number desc").fetchone()
+        catalog = load_catalog(kept)
+        changed = dump_catalog(evolve(catalog, models=(*catalog.models, new)))
+        store.execute("update catalog set text = ? where number = ?", (changed, number))
 
 
 def test_a_port_that_is_taken(fleet):

@@ -12,6 +12,7 @@ import sys
 import pytest
 import pytest_twisted
 from attrs import evolve
+from twisted.internet.task import deferLater
 from zope.interface.verify import verifyObject
 
 from llmgw.agent.inode import INode
@@ -94,6 +95,23 @@ async def test_stop_takes_it_off_the_list_when_the_leader_does(rigs):
     assert rig.reports() == {}
     rig.order(evolve(stop, operation="again"))
     assert (await rig.done("again")).ok
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_stop_with_patience_signals_nobody_before_it_is_ordered_without(rigs):
+    """A rank is left alone while its rank 0 ends, which is told the node by a second order."""
+    rig = rigs()
+    await rig.start()
+    rig.order(wanted := order(FAKE))
+    await rig.done(wanted.operation)
+    pid = rig.reports()["m/1/0"].pid
+    rig.order(stop := evolve(wanted, wanted=Wanted.STOP, operation="stop", patience=600.0))
+    assert rig.reports()["m/1/0"].state is ShardState.STOPPING
+    await deferLater(rig.reactor, 0.3)
+    assert alive(pid)
+    rig.order(evolve(stop, patience=0.0))
+    assert (await rig.done("stop")).ok
+    assert not alive(pid)
 
 
 @pytest_twisted.ensureDeferred

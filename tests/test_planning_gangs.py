@@ -43,6 +43,38 @@ def test_one_rank_lost_stops_the_other_which_says_why():
     assert head.reason == "m/1/1 ended, and they run together"
 
 
+@pytest.mark.parametrize(
+    ("head", "patience"),
+    [
+        (ShardState.STOPPING, 30.0),
+        (ShardState.DRAINING, 30.0),
+        (ShardState.BACKOFF, 0.0),
+        (ShardState.UNKNOWN, 0.0),
+        (None, 0.0),
+    ],
+)
+def test_rank_0_ends_first_and_the_others_soon_after_it(head, patience):
+    """They are left alone while it ends; where it is gone or away they have nothing left to do, and little grace."""
+    ranks = [rank(0, head, "a", wanted=Wanted.STOP, url="")] if head else []
+    other = rank(1, ShardState.STOPPING, "b", wanted=Wanted.STOP, url="")
+    sent = orders([*ranks, other], {name: node(name) for name in "ab"}, frozenset(), world().timing)
+    (last,) = sent["b"]
+    assert (last.wanted, last.patience, last.grace) == (Wanted.STOP, patience, 5.0)
+    assert not head or [(order.patience, order.grace) for order in sent["a"]] in ([], [(0.0, 20.0)])
+
+
+def test_no_rank_is_stopped_while_routers_send_to_rank_0_nor_waits_where_each_serves():
+    """Only rank 0 has an address; with hybrid balancing all have one, and end together."""
+    urls = ("http://a:20001/v1", "")
+    both = [rank(at, ShardState.STOPPING, name, wanted=Wanted.STOP, url=urls[at]) for at, name in enumerate("ab")]
+    nodes, timing = {name: node(name) for name in "ab"}, world().timing
+    assert [order.wanted for listed in orders(both, nodes, frozenset(), timing).values() for order in listed] == [Wanted.RUN] * 2
+    hybrid = evolve(GANG, parallel=Parallel(nodes=2, data=2, balance="hybrid"))
+    sent = orders([evolve(record, profile=hybrid) for record in both], nodes, {"m/1"}, timing)
+    found = [(order.wanted, order.patience, order.grace) for listed in sent.values() for order in listed]
+    assert found == [(Wanted.STOP, 0.0, 20.0)] * 2
+
+
 @pytest.mark.parametrize("gone", [False, True], ids=["its memory is not back", "all is gone"])
 def test_both_start_again_only_when_nothing_is_left_and_with_other_ports(gone):
     """While rank 0 stops, which lasts until its memory is back, nothing starts; then both do, at a rendezvous of their own."""

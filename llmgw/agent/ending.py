@@ -49,23 +49,36 @@ class Ending:
 
     @param tree: what to end.
     @param grace: seconds between SIGTERM and SIGKILL; 0 kills at once.
+    @param patience: seconds before SIGTERM, in which it may end by itself.
     @param stuck: called with the pids that SIGKILL did not end within 5 s, each second; with none when they are gone after all.
     @ivar forced: whether SIGKILL was needed.
     @ivar pids: every process that was met.
     """
 
-    def __init__(self, reactor: Any, tree: Tree, grace: float, stuck: Callable[[list[int]], None] = lambda pids: None) -> None:
+    def __init__(
+        self,
+        reactor: Any,
+        tree: Tree,
+        grace: float,
+        stuck: Callable[[list[int]], None] = lambda pids: None,
+        patience: float = 0.0,
+    ) -> None:
         self._reactor = reactor
         self._tree = tree
         self._grace = grace
         self._stuck = stuck
-        self._began = reactor.seconds()
+        self._due = reactor.seconds() + patience
         self._empty_since: float | None = None
         self.forced = False
         self.pids: set[int] = set()
 
+    def hasten(self, patience: float) -> None:
+        """Wait no longer than C{patience} seconds from now for it to end by itself."""
+        self._due = min(self._due, self._reactor.seconds() + patience)
+
     def _spent(self) -> float:
-        spent: float = self._reactor.seconds() - self._began
+        """Seconds since the first SIGTERM was due; below 0 before that."""
+        spent: float = self._reactor.seconds() - self._due
         return spent
 
     async def run(self) -> None:

@@ -265,7 +265,8 @@ class Node:
         How it was started is left as it was noted then.
         """
         before, wanted = current.intent.order, order.wanted
-        current.order(evolve(before, wanted=wanted, operation=order.operation, deadline=order.deadline, grace=order.grace))
+        now = evolve(before, wanted=wanted, operation=order.operation, deadline=order.deadline)
+        current.order(evolve(now, grace=order.grace, patience=order.patience))
         self._pending[order.operation] = current, wanted
         if wanted is Wanted.DRAIN:
             current.drain()

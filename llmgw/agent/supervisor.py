@@ -190,6 +190,8 @@ class Supervisor:
         if order == self.intent.order:
             return
         self.intent = evolve(self.intent, order=order)
+        if self._ending is not None:
+            self._ending.hasten(order.patience)
         if not self.is_over:
             self._note(self.folder.write_intent, self.intent)
 
@@ -212,10 +214,8 @@ class Supervisor:
         self._around.tell(Transition(self.report(), before, reason, self.diagnosis, tail))
         if state is ShardState.READY and self._drain_later:
             self.drain()
-        if self.is_over:
-            waiting, self._over = self._over, []
-            for each in waiting:
-                each.callback(None)
+        while self.is_over and self._over:
+            self._over.pop(0).callback(None)
 
     def drain_when_ready(self) -> None:
         """Remember it."""
@@ -227,7 +227,7 @@ class Supervisor:
             if self._starting is not None:
                 self._starting.cancel()
             grace = GRACE_OF_REMAINS if of_dead_engine else self.intent.order.grace
-            self._ending = Ending(self._reactor, self.tree, grace, self._stuck)
+            self._ending = Ending(self._reactor, self.tree, grace, self._stuck, self.intent.order.patience)
             self._go(self._end(self._ending))
 
     # What the observer sees; after C{leave} it means nothing any more.

@@ -6,7 +6,8 @@ told: HTTP, rendezvous (C{dist-init-addr}, whose next six are used, too), NCCL's
 copies. Ranks above 0 answer 200 on their health paths whatever happens, so those are never asked: such a rank is ready when it
 has begun, and the head waits for what it loads.
 
-SIGTERM drains without any limit, ranks above 0 ignore it and end when rank 0 tells them: the agent's grace ends both.
+SIGTERM drains without any limit, which the agent's grace ends; ranks above 0 ignore it and end when rank 0 tells them, as it does
+at its own end: see L{llmgw.planning.orders}.
 C{/health} runs a generation, which a long prefill delays; C{/ready} is a flag, and is asked where the version has it.
 """
 

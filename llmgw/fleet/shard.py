@@ -158,7 +158,8 @@ class ShardOrder:
     """One entry of C{desired}: the shard, what is wanted of it, and all that an agent needs to start it.
 
     C{operation} names the effect: the agent answers a repeated one as it did the first time. C{deadline} is how many
-    seconds a drain may take. C{served} are the names the engine must answer to, the model's own first.
+    seconds a drain may take. C{served} are the names the engine must answer to, the model's own first. A stop leaves the engine
+    alone for C{patience} seconds, since its rank 0 is ending and tells it to; ordered again with less, it goes on at once.
     """
 
     shard: str
@@ -172,6 +173,7 @@ class ShardOrder:
     served: tuple[str, ...] = ()
     deadline: float = 600.0
     grace: float = 20.0
+    patience: float = 0.0
 
 
 @frozen

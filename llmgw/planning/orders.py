@@ -2,6 +2,9 @@
 
 A shard in backoff or failed is not listed: absence is never an order, and an agent that had lost its memory would start it. An
 order to drain or stop goes out only when no router sends requests there any more; until then the shard is listed as running.
+
+Ranks end in their order. Rank 0 works for its last callers with the others, and tells them to end (SGLang) or does not (vLLM), so
+they are left alone while it ends, and then have nothing left to do that would need a long grace.
 """
 
 from __future__ import annotations
@@ -9,12 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
+from attrs import evolve
+
 from llmgw.fleet.model import Profile
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardOrder, ShardState, Wanted, replica_of
 from llmgw.fleet.timing import Timing
 
 _RESTING = (ShardState.BACKOFF, ShardState.FAILED)
+# Beyond the grace of rank 0: what killing it takes, and the news of it.
+PATIENCE = 10.0
+FOLLOWER_GRACE = 5.0
 
 
 def operation(record: ShardRecord, wanted: Wanted) -> str:
@@ -35,11 +43,17 @@ def orders(
 ) -> dict[str, tuple[ShardOrder, ...]]:
     """What each node is to be told, by node."""
     found: dict[str, list[ShardOrder]] = defaultdict(list)
-    for record in sorted(shards, key=lambda record: record.shard):
-        order = _order(record, nodes, unrouted, timing)
+    listed = sorted(shards, key=lambda record: record.shard)
+    heads = {replica_of(record.shard): record for record in listed if record.rank == 0}
+    for record in listed:
+        follows = record.rank and record.profile is not None and record.profile.parallel.balance != "hybrid"
+        head = heads.get(replica_of(record.shard)) if follows else None
+        order = _order(record, head, nodes, unrouted, timing)
+        if order is not None and follows:
+            order = evolve(order, grace=min(order.grace, FOLLOWER_GRACE), patience=_patience(head, timing))
         if order is not None:
             found[order.allocation.node].append(order)
-    return {node: tuple(listed) for node, listed in found.items()}
+    return {node: tuple(there) for node, there in found.items()}
 
 
 def routed(record: ShardRecord) -> bool:
@@ -47,11 +61,23 @@ def routed(record: ShardRecord) -> bool:
     return record.url != ""
 
 
-def _order(record: ShardRecord, nodes: Mapping[str, NodeRecord], unrouted: Collection[str], timing: Timing) -> ShardOrder | None:
+def _patience(head: ShardRecord | None, timing: Timing) -> float:
+    """How long a rank is left alone for the sake of its rank 0; not at all where that is gone, is away or goes on."""
+    ending = head is not None and head.wanted is Wanted.STOP and head.state.live and head.state is not ShardState.UNKNOWN
+    return timing.stop_grace + PATIENCE if ending else 0.0
+
+
+def _order(
+    record: ShardRecord,
+    head: ShardRecord | None,
+    nodes: Mapping[str, NodeRecord],
+    unrouted: Collection[str],
+    timing: Timing,
+) -> ShardOrder | None:
     if record.allocation is None or (record.wanted is Wanted.RUN and record.state in _RESTING):
         return None
     wanted = record.wanted
-    if wanted is not Wanted.RUN and routed(record) and replica_of(record.shard) not in unrouted:
+    if wanted is not Wanted.RUN and routed(head or record) and replica_of(record.shard) not in unrouted:
         wanted = Wanted.RUN
     return ShardOrder(
         record.shard,

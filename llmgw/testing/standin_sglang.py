@@ -3,8 +3,8 @@
 Its command line is read by C{argparse} from the list of SGLang's own options, and its configuration file in the way of SGLang's,
 so what that would refuse is refused here. It is reached only when it has loaded; then C{/ready} and C{/health} are 503 for
 C{$STANDIN_WARMUP} seconds. The key guards C{/v1}. Ranks above 0 answer nothing but 200 on their health paths, ignore SIGTERM and
-live until they are killed. SIGTERM drains without limit; where a child dies it kills itself by SIGKILL. C{$STANDIN} holds
-options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
+live until rank 0, at its own end, tells them to end; where it dies without a word, for ever. SIGTERM drains without limit; where
+a child dies it kills itself by SIGKILL. C{$STANDIN} holds options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from llmgw.testing.orphan import fork_worker
 VERSION = "0.5.23"
 # How often it looks whether requests still run while it drains; SGLang looks every 5 s.
 POLL = 0.05
+WORD = b"shutdown\n"
 _HOW: dict[str, dict[str, Any]] = {
     "value": {},
     "int": {"type": int},
@@ -100,6 +101,7 @@ class Standin(fake_engine.Engine):
         self.options = options
         self.scheduler = scheduler
         self.warm = self.draining = False
+        self.ranks: list[asyncio.StreamWriter] = []
         # Without a backup it wakes up with weights that are noise; that is no sleep.
         keeps = options.enable_memory_saver and options.enable_weights_cpu_backup
         self.turns = ("/release_memory_occupation", "/resume_memory_occupation") if keeps else ()
@@ -111,6 +113,8 @@ class Standin(fake_engine.Engine):
 
     async def load(self) -> None:
         """Tell what SGLang tells on its way, in its order."""
+        if (self.options.nnodes or 1) > 1:
+            self.group = asyncio.ensure_future(self.join() if self.follower else self.gather())
         self.watch = asyncio.ensure_future(self.follow_scheduler())
         rank = self.options.node_rank or 0
         say(f"[TP0] server_args=ServerArgs(model_path={self.options.model_path!r}, node_rank={rank}, tp_size=1)")
@@ -138,8 +142,26 @@ class Standin(fake_engine.Engine):
         say("SIGQUIT received. signum=3. It usually means one child failed.")
         os.kill(os.getpid(), signal.SIGKILL)
 
+    async def gather(self) -> None:
+        """Rank 0: let the others join."""
+        host, _, port = self.options.dist_init_addr.rpartition(":")
+        self.meeting = await asyncio.start_server(lambda _, writer: self.ranks.append(writer), host.strip("[]"), int(port))
+
+    async def join(self) -> None:
+        """Ranks above 0: wait for rank 0's word; that it is gone means nothing to them."""
+        host, _, port = self.options.dist_init_addr.rpartition(":")
+        while True:
+            try:
+                reader, self.head = await asyncio.open_connection(host.strip("[]"), int(port))
+                break
+            except OSError:
+                await asyncio.sleep(POLL)
+        if await reader.readline() == WORD:
+            say("ShutdownReq received")
+            self.exit(0)
+
     def end(self) -> None:
-        """SIGTERM: drain, with no limit; ranks above 0 wait for rank 0's word, which never comes here."""
+        """SIGTERM: drain, with no limit; ranks above 0 wait for rank 0's word."""
         if self.follower:
             say("Received SIGTERM on a non-zero rank node; waiting for the rank-0 ShutdownReq broadcast to stop the schedulers.")
             return
@@ -150,6 +172,9 @@ class Standin(fake_engine.Engine):
         """Exit when no request is left."""
         while self.running:
             await asyncio.sleep(POLL)
+        for rank in self.ranks:
+            rank.write(WORD)
+            await rank.drain()
         self.exit(0)
 
     def exit(self, code: int) -> None:

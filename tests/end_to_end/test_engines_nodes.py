@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.end_to_end.fleet import processes, until
+from tests.end_to_end.fleet import QUICK, processes, until
 
 RANKED = f"""
   - name: wide
@@ -99,6 +99,42 @@ def test_a_lost_head_takes_the_other_rank_and_both_return(fleet):
     lose(fleet, rank=0, attempt=2)
 
 
+TWO_NODES = PYTORCH.partition("  - name: vl")[0]
+
+
+def test_ranks_end_in_their_order_and_wait_out_no_grace(fleet):
+    """SGLang's rank 1 ignores SIGTERM and gets none in a normal stop: rank 0 tells it. Where rank 0 has died without a word,
+    it is killed after some seconds; in neither case after the grace of a minute."""
+    weights(fleet)
+    fleet.write_server(TWO_NODES, timing=QUICK.replace("stop_grace: 2s", "stop_grace: 1m"))
+    for name in ("n1", "n2"):
+        fleet.write_agent(name, on("rack") + STANDINS)
+    fleet.start_server()
+    for name in ("n1", "n2"):
+        fleet.start_agent(name)
+    head, _ = sorted(fleet.ready("sg", 2), key=lambda shard: shard["rank"])
+    until(lambda: fleet.ask("sg")[0] == 200, "it serves")
+    os.kill(head["pid"], signal.SIGKILL)
+    until(lambda: all(shard["attempt"] == 2 for shard in fleet.ready("sg", 2)), "both ranks anew", 30)
+    until(lambda: fleet.ask("sg")[0] == 200, "it serves again")
+    fleet.write_server(TWO_NODES.replace("profile:", "replicas: 0\n    profile:"))
+    fleet.llmgw("apply", "server.yaml")
+    until(lambda: not [one for one in processes(str(fleet.folder)).values() if "standin_" in one], "all gone")
+    said = {
+        int(log.parent.name): log.read_text()
+        for log in fleet.folder.glob("state/*/shards/**/*/output.log")
+        if "rank=1" in log.read_text()
+    }
+    assert "Received SIGTERM on a non-zero rank" in said[1] and "ShutdownReq received" not in said[1]
+    assert "ShutdownReq received" in said[2] and "Received SIGTERM" not in said[2]
+
+
+def weights(fleet):
+    """What the models are made of, by their configuration."""
+    (fleet.folder / "models" / "llama").mkdir(parents=True)
+    (fleet.folder / "models" / "llama" / "config.json").write_text(json.dumps(LLAMA))
+
+
 def lose(fleet, rank, attempt):
     """Kill one rank: all processes of the replica are replaced, the new ones meet at another port, and it serves again."""
     before = ranks(fleet)
@@ -126,8 +162,7 @@ def test_engines_over_pytorch(fleet):
     """By the argv of their adapters, taken by stand-ins with the engines' own options: one endpoint of SGLang's replica of two
     nodes, one a node of vLLM's, its adapter a model of its own, TensorRT-LLM's without a key; all processes end with the models,
     also ranks that ignore SIGTERM and workers in other sessions."""
-    (fleet.folder / "models" / "llama").mkdir(parents=True)
-    (fleet.folder / "models" / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    weights(fleet)
     (fleet.folder / "models" / "loras" / "tuned").mkdir(parents=True)
     adapter = json.dumps({"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/llama"})
     (fleet.folder / "models" / "loras" / "tuned" / "adapter_config.json").write_text(adapter)

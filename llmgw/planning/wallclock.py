@@ -1,6 +1,7 @@
-"""The wall clock was set, by a person or by NTP, while a server leads.
+"""The wall clock was set, by a person or by NTP, while a server leads; or one takes over whose clock is not that of the last one.
 
-Ends of drains are wall times, since they have to outlive servers. Somebody who sets a clock has not ordered that streams be cut.
+Records hold wall times, since they have to outlive servers. Somebody who sets a clock has not ordered that streams be cut, nor
+that a retry come sooner or a failure be forgotten.
 """
 
 from __future__ import annotations
@@ -9,20 +10,38 @@ from collections.abc import Mapping
 
 from attrs import evolve
 
-from llmgw.fleet.records import NodeRecord, ShardRecord
-from llmgw.fleet.shard import Wanted
+from llmgw.fleet.records import NodeRecord, RolloutRecord, ShardRecord
 
 # Seconds. Less than this is a clock that is being brought right bit by bit.
 JUMP = 1.0
 
 
-def moved(nodes: Mapping[str, NodeRecord], shards: Mapping[str, ShardRecord], by: float) -> list[NodeRecord | ShardRecord]:
-    """The records whose drains have as much time left as before, after the clock was set C{by} seconds ahead."""
+def moved(
+    nodes: Mapping[str, NodeRecord], shards: Mapping[str, ShardRecord], rollouts: Mapping[str, RolloutRecord], by: float
+) -> list[NodeRecord | ShardRecord | RolloutRecord]:
+    """The records as a clock C{by} seconds ahead would have written them, so that what is timed takes as long as before."""
     return [
-        *(
-            evolve(node, drain_deadline=node.drain_deadline + by)
-            for node in nodes.values()
-            if node.draining and node.drain_deadline is not None
-        ),
-        *(evolve(shard, since=shard.since + by) for shard in shards.values() if shard.wanted is Wanted.DRAIN),
+        *(_node(node, by) for node in nodes.values() if node.drain_deadline or node.quarantined_until),
+        *(_shard(shard, by) for shard in shards.values() if shard.allocation is not None),
+        *(evolve(rollout, since=rollout.since + by) for rollout in rollouts.values()),
     ]
+
+
+def _node(node: NodeRecord, by: float) -> NodeRecord:
+    return evolve(node, drain_deadline=_at(node.drain_deadline, by), quarantined_until=_at(node.quarantined_until, by))
+
+
+def _shard(shard: ShardRecord, by: float) -> ShardRecord:
+    return evolve(
+        shard,
+        since=shard.since + by,
+        served_since=_at(shard.served_since, by) or 0.0,
+        next_at=_at(shard.next_at, by),
+        crashes=tuple(at + by for at in shard.crashes),
+        excluded={node: until + by for node, until in shard.excluded.items()},
+    )
+
+
+def _at(instant: float | None, by: float) -> float | None:
+    """Moved, if it is one: no instant is None or 0."""
+    return instant + by if instant else instant

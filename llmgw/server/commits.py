@@ -13,7 +13,7 @@ from llmgw.fleet.events import FleetEvent
 from llmgw.interfaces import ILeadership, IStore
 from llmgw.server.truth import Truth
 from llmgw.store.errors import NotLeader, StoreError
-from llmgw.store.records import Change
+from llmgw.store.records import Change, ToldBy
 
 
 class NotLeading(LlmgwError):
@@ -31,6 +31,7 @@ class NotLeading(LlmgwError):
 class Commits:
     """Commits for one leadership.
 
+    @param told_by: the clock by which the records are told.
     @ivar deposed: called when the store says that another one leads.
     @ivar admin_of: where operators reach the server of a holder's name.
     @ivar failing: why the store takes nothing now; empty when it works.
@@ -39,8 +40,17 @@ class Commits:
 
     log = Logger()
 
-    def __init__(self, name: str, store: IStore, leadership: ILeadership, truth: Truth, deposed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: IStore,
+        leadership: ILeadership,
+        truth: Truth,
+        deposed: Callable[[], None],
+        told_by: Callable[[], ToldBy],
+    ) -> None:
         self._name = name
+        self._told_by = told_by
         self._store = store
         self._leadership = leadership
         self._truth = truth
@@ -95,7 +105,7 @@ class Commits:
         if not self._leadership.may_act():
             return False
         try:
-            revision = await self._store.commit(self._leadership.epoch, changes)
+            revision = await self._store.commit(self._leadership.epoch, [self._told_by(), *changes])
         except NotLeader as error:
             if error.leader == self._leadership.leader and self._leadership.may_act():
                 self.log.info("the epoch was raised meanwhile; the next plan is made under it")

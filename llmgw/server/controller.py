@@ -40,7 +40,7 @@ from llmgw.server.membership import Membership
 from llmgw.server.reckoning import Reckoner, Weights
 from llmgw.server.routing import Routers, Routing
 from llmgw.server.truth import Truth, differences
-from llmgw.store.records import Change, Snapshot
+from llmgw.store.records import Change, Snapshot, ToldBy
 from llmgw.wire.identity import PeerCertificate
 from llmgw.wire.messages import Done, Event, Refused, Register, Report
 
@@ -111,7 +111,7 @@ class Controller:
         self.leading = False
         self.remarks: tuple[str, ...] = ()
         self.truth = Truth()
-        self.commits = Commits(name, store, leadership, self.truth, self.end)
+        self.commits = Commits(name, store, leadership, self.truth, self.end, lambda: ToldBy(self._ahead))
         self.members = Membership(self.clocks.steady, self.touch, self._more_room)
         self.reckoner = reckoner or Reckoner()
         self.weights = Weights(self.clocks.steady, self.touch)
@@ -133,7 +133,7 @@ class Controller:
         self.members.begin()
         self.demand.begin(self.truth.shards.values())
         self._began, self._began_at = snapshot.revision, self.clocks.steady()
-        self._ahead = self.clocks.wall() - self._began_at
+        self._ahead = self.clocks.wall() - self._began_at if snapshot.ahead is None else snapshot.ahead
         self._fresh = fresh
         self.leading = self.commits.open = True
 
@@ -206,7 +206,7 @@ class Controller:
         if not self._planning:
             return
         self._last_plan = self.clocks.steady()
-        if not await self._follow_clock():
+        if not await self.follow_clock():
             self._plan_in(self.RETRY)
             return
         world = self.world()
@@ -231,18 +231,23 @@ class Controller:
         self._took = self.clocks.steady() - self._last_plan
 
     def _jumped(self) -> float:
-        """By how many seconds the wall clock was set ahead since somebody last looked."""
+        """How many seconds our wall clock is ahead of the one that records are told by."""
         return self.clocks.wall() - self.clocks.steady() - self._ahead
 
-    async def _follow_clock(self) -> bool:
-        """Leave drains the time that they have when the wall clock was set; whether that is so."""
+    async def follow_clock(self) -> bool:
+        """Tell the records by our wall clock, so that drains and the like keep the time that they have; whether that is so.
+
+        To be called in turn.
+        """
         by, truth = self._jumped(), self.truth
         if abs(by) <= JUMP:
             return True
-        changes: list[Change] = [*moved(truth.nodes, truth.shards, by)]
+        changes: list[Change] = [*moved(truth.nodes, truth.shards, truth.rollouts, by)]
         if changes:
-            way = "ahead" if by > 0 else "back"
-            text = f"the clock of {self.name} was set {abs(by):.0f} s {way}; drains go on as long as before"
+            changes.insert(0, ToldBy(self._ahead + by))
+            way = "ahead of" if by > 0 else "behind"
+            text = f"the clock of {self.name} is {abs(by):.0f} s {way} the one before it (it was set, or another server led)"
+            text = f"{text}; drains and retries take as long as before"
             changes.append(FleetEvent(self.clocks.wall(), "clock", self.name, text, epoch=self.leadership.epoch))
             if not await self.commits.commit(changes):
                 return False

@@ -57,6 +57,7 @@ class Tenure(Term):
         snapshot = await self._store.load()
         self.controller.routing.before = before
         self.controller.begin(snapshot, fresh or not snapshot.nodes)
+        await self.controller.commits.in_turn(self.controller.follow_clock)
         await self.keys.recover(before)
         if proposal.rules or snapshot.catalog is None:
             await self._propose(proposal)

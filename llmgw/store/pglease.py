@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from random import Random
@@ -24,17 +23,13 @@ from zope.interface import implementer
 from llmgw.fleet.timing import Timing
 from llmgw.interfaces import ILeadership
 from llmgw.store import leaserow
+from llmgw.store.clock import boottime
 from llmgw.store.errors import NotLeader, StoreError
 from llmgw.store.leaserow import LeaseRow
 from llmgw.store.pgtable import CONNECT, LeaseTable
 from llmgw.store.tenure import Tenure, Watch
 
 T = TypeVar("T")
-
-
-def boottime() -> float:
-    """Seconds on the clock that runs on while we do not."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @implementer(ILeadership)

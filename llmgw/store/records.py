@@ -1,9 +1,10 @@
 """What a store keeps, as plain frozen values; L{llmgw.store.sql.SqlStore} reads and writes them.
 
 Every instant here is wall time in seconds since 1970: it is shown to people and survives a restart, where no monotonic clock
-does. Deadlines are instants, too. A record is written whole: the last one wins, so build it with C{attrs.evolve} from the one
-you have. C{commit} takes L{CatalogRevision}, L{NodeRecord}, L{ShardRecord}, L{RolloutRecord}, L{KeyRecord}, L{Drop} and
-L{llmgw.fleet.events.FleetEvent}; L{UsageRow} goes by C{add_usage} instead, since servers that do not lead have usage, too.
+does. Deadlines are instants, too. By which clock is told by L{ToldBy}, since a standby's may be another. A record is written
+whole: the last one wins, so build it with C{attrs.evolve} from the one you have. C{commit} takes L{ToldBy}, L{CatalogRevision},
+L{NodeRecord}, L{ShardRecord}, L{RolloutRecord}, L{KeyRecord}, L{Drop} and L{llmgw.fleet.events.FleetEvent}; L{UsageRow} goes by
+C{add_usage} instead, since servers that do not lead have usage, too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llmgw.fleet.records import NodeRecord, RolloutRecord, ShardRecord
 
 __all__ = [
     "CatalogRevision", "Change", "Drop", "KeyRecord", "NodeRecord", "Opened", "RolloutRecord", "ShardRecord", "Snapshot",
-    "UsageRow",
+    "ToldBy", "UsageRow",
 ]  # fmt: skip
 
 
@@ -108,7 +109,17 @@ class Drop:
     name: str
 
 
-Change = CatalogRevision | NodeRecord | ShardRecord | RolloutRecord | KeyRecord | Drop | FleetEvent
+@frozen
+class ToldBy:
+    """The wall clock by which the records in the store are told from this commit on.
+
+    @ivar ahead: how many seconds it is ahead of this machine's C{CLOCK_BOOTTIME}.
+    """
+
+    ahead: float
+
+
+Change = ToldBy | CatalogRevision | NodeRecord | ShardRecord | RolloutRecord | KeyRecord | Drop | FleetEvent
 
 
 @frozen
@@ -117,6 +128,7 @@ class Snapshot:
 
     @ivar epoch: the epoch in force when it was read.
     @ivar revision: the state revision: it grows by one with each commit, over all leaderships.
+    @ivar ahead: of the last L{ToldBy}, as seen from this machine, whichever it was written on; None if that cannot be told.
     """
 
     fleet: str
@@ -127,3 +139,4 @@ class Snapshot:
     shards: tuple[ShardRecord, ...] = ()
     keys: tuple[KeyRecord, ...] = ()
     rollouts: tuple[RolloutRecord, ...] = ()
+    ahead: float | None = None

@@ -13,7 +13,7 @@ from twisted.logger import Logger
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.line import escape
 from llmgw.fleet.plain import from_text, to_text
-from llmgw.store import schema
+from llmgw.store import clock, schema
 from llmgw.store.errors import StoreError
 from llmgw.store.records import (
     CatalogRevision,
@@ -24,6 +24,7 @@ from llmgw.store.records import (
     RolloutRecord,
     ShardRecord,
     Snapshot,
+    ToldBy,
     UsageRow,
 )
 
@@ -61,6 +62,8 @@ def write(connection: Connection, change: Change) -> None:
             put(connection, schema.keys, {"id": change.id, "body": to_text(change)})
         case FleetEvent():
             _write_event(connection, change)
+        case ToldBy():
+            put(connection, schema.meta, {"key": clock.TOLD_BY, "value": clock.written(connection, change)})
         case CatalogRevision():
             _write_catalog(connection, change)
         case Drop():
@@ -113,6 +116,7 @@ def snapshot(connection: Connection) -> Snapshot:
         shards=tuple(_bodies(connection, schema.shards, ShardRecord)),
         keys=tuple(_bodies(connection, schema.keys, KeyRecord)),
         rollouts=tuple(_bodies(connection, schema.rollouts, RolloutRecord)),
+        ahead=clock.ahead(connection),
     )
 
 

@@ -20,6 +20,7 @@ from llmgw.store.records import (
     RolloutRecord,
     ShardRecord,
     Snapshot,
+    ToldBy,
 )
 
 
@@ -42,6 +43,7 @@ class MemoryStore:
         self.events: list[FleetEvent] = []
         self.revision = 0
         self.failing = ""
+        self.ahead: float | None = None
 
     def open(self) -> Deferred[object]:
         """See L{IStore}."""
@@ -58,7 +60,7 @@ class MemoryStore:
         for (kind, _), record in sorted(self.records.items(), key=lambda item: item[0]):
             kinds[kind].append(record)
         found = (tuple(kinds["node"]), tuple(kinds["shard"]), tuple(kinds["key"]), tuple(kinds["rollout"]))
-        return Snapshot("sim", epoch, self.revision, self.catalog, *found)
+        return Snapshot("sim", epoch, self.revision, self.catalog, *found, self.ahead)
 
     def commit(self, epoch: int, changes: Iterable[object]) -> Deferred[int]:
         """See L{IStore}."""
@@ -94,6 +96,8 @@ class MemoryStore:
             self.records["key", change.id] = change
         elif isinstance(change, Drop):
             self.records.pop((change.kind, change.name), None)
+        elif isinstance(change, ToldBy):
+            self.ahead = change.ahead
         elif isinstance(change, CatalogRevision):
             self.catalog = change
         elif isinstance(change, FleetEvent):

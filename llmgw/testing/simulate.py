@@ -129,7 +129,7 @@ class Fleet:
         """A copy of the store as it is now, to be given back later."""
         copy = MemoryStore()
         copy.records, copy.catalog, copy.leads = dict(self.store.records), self.store.catalog, self.store.leads
-        copy.revision, copy.events = self.store.revision, list(self.store.events)
+        copy.revision, copy.events, copy.ahead = self.store.revision, list(self.store.events), self.store.ahead
         return copy
 
     # Time.

@@ -21,7 +21,7 @@ class Servers:
     """
 
     def __init__(self, folder: Path, postgres: Postgres, *names: str, lease: float = LEASE) -> None:
-        self.postgres, self.lease = postgres, lease
+        self.postgres, self.lease, self.timing = postgres, lease, TIMING.format(lease=lease)
         self.url = postgres.database()
         self.wires = {name: Proxy(postgres.port, free_port()) for name in names}
         self.fleets: dict[str, RealFleet] = {}
@@ -35,13 +35,13 @@ class Servers:
         for fleet in [*self.fleets.values()][1:]:
             shutil.copytree(self.first.folder / "pki", fleet.folder / "pki", dirs_exist_ok=True)
 
-    def start(self, name: str, models: str, router: str = "") -> None:
+    def start(self, name: str, models: str, router: str = "", environment: dict[str, str] | None = None) -> None:
         fleet = self.fleets[name]
-        path = fleet.write_server(models, router, TIMING.format(lease=self.lease))
+        path = fleet.write_server(models, router, self.timing)
         url = self.url.replace(f":{self.postgres.port}/", f":{self.wires[name].port}/")
         text = path.read_text().replace("sqlite:///state/llmgw.db", f"'{url}'")
         path.write_text(text.replace("pki/cp1.", f"pki/{name}.") + "state: state\n")
-        fleet.daemon("server", "server", path)
+        fleet.daemon("server", "server", path, environment)
 
     def start_all(self, models: str, router: str = "") -> tuple[str, str]:
         """All at once, on an empty database; who leads, and one that does not."""

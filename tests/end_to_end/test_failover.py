@@ -10,7 +10,7 @@ import time
 import pytest
 
 from llmgw.testing.tiny_gguf import write_tiny_gguf
-from tests.end_to_end.fleet import BIN, until
+from tests.end_to_end.fleet import BIN, fake_model, until
 from tests.end_to_end.load import Endless
 from tests.end_to_end.scene import Scene, lease, names, servers  # noqa: F401
 from tests.store_fixtures import needs_postgres, postgres  # noqa: F401
@@ -109,3 +109,31 @@ def test_f01_three_servers_lose_their_leader_twice_with_a_real_engine(servers): 
         client.end()
     (after,) = servers.fleets[last].ready("tiny")
     assert (after["pid"], after["attempt"]) == (tiny["pid"], tiny["attempt"])
+
+
+AHEAD = "import time\nreal = time.time\ntime.time = lambda: real() + 600.0\n"
+
+
+@pytest.mark.slow
+def test_b2_a_leader_whose_clock_is_ten_minutes_ahead_cuts_no_drain(servers):  # noqa: F811
+    """B2: a node drains for a minute at most while a stream of 15 s runs there; the server dies, the next has another clock."""
+    models = fake_model("m", 1, "--interval", "0.05", "--events", "300")
+    servers.timing = servers.timing.replace("drain: 10s", "drain: 60s")
+    leader, other = servers.start_all(models)
+    servers.fleets[other].end("server")
+    (servers.fleets[other].folder / "sitecustomize.py").write_text(AHEAD)
+    servers.start(other, models, environment={"PYTHONPATH": str(servers.fleets[other].folder)})
+    until(lambda: servers.server(other), "it answers")
+    servers.start_agent()
+    fleet = servers.fleets[leader]
+    fleet.ready()
+    stream = fleet.stream(tokens=300)
+    until(lambda: len(stream.pieces) > 40, "it streams, and the other server has been told")
+    fleet.llmgw("drain", "n1", "--deadline", "60s", "--allow-outage")
+    until(lambda: fleet.shards()[0]["state"] == "draining", "it drains")
+    fleet.running["server"].kill()
+    assert servers.leader(leader)[0] == other
+    servers.linked(other)
+    assert stream.is_alive()
+    stream.whole()
+    assert "is 600 s ahead of the one before it" in servers.fleets[other].log("server")

@@ -282,7 +282,7 @@ def test_a_revoked_certificate_is_out_at_once(memory):
 def test_what_cannot_be_listened_on_ends_the_daemon_with_a_sentence(memory):
     """An address in use; the sentence names the key and the address."""
     AdminPort(memory.settings, QuietSite("x", Api(None, {}), memory.network), memory.network, memory.faults.append).startService()
-    assert memory.faults == ["admin.listen 127.0.0.1:7444: [Errno 98] Address already in use"]
+    assert memory.faults == ["admin.listen 127.0.0.1:7444: Address already in use"]
 
 
 # The command line.

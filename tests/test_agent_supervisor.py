@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -225,8 +226,33 @@ async def test_port_stolen(rig):
     thief = rig.start(order([*FAKE[:4], str(port), "--name", "m"], shard="thief/1/0"))
     await rig.reach(shard, FAILED)
     assert shard.code == "port_in_use"
-    assert f"port {port} is owned by pid {thief.report().pid} (python" in shard.reason
+    assert f"port {port} is owned by pid {thief.report().pid} (python -m llmgw.testing.fake_engine)" in shard.reason
     assert "ready" not in rig.states()[: rig.states().index("failed")]
+
+
+@pytest_twisted.ensureDeferred
+async def test_e3_who_has_the_port_that_an_engine_could_not_take_is_named(rig):
+    """It was free when the engine was started; the engine's own words name nobody."""
+    port = free_port()
+    code = (
+        "import socket,time\n"
+        "while True:\n"
+        "    s = socket.socket()\n"
+        f"    s.bind(('127.0.0.1', {port}))\n"
+        "    s.close()\n"
+        "    time.sleep(0.02)"
+    )
+    shard = rig.start(order(script(code), ports=(port,)))
+    await until(rig.reactor, lambda: shard.tree.engine)
+    thief = subprocess.Popen([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        await rig.reach(shard, FAILED)
+    finally:
+        thief.kill()
+        thief.wait()
+    told = shard.report().diagnosis
+    assert told.cause == "retry"
+    assert told.text == f"the command: a port it was given is in use: port {port} by pid {thief.pid} (python -m http.server)"
 
 
 @pytest_twisted.ensureDeferred

@@ -34,6 +34,8 @@ ROWS = [
     ("F8", "vllm", CORE + "torch.distributed.DistBackendError: NCCL error ... ncclSystemError: System call failed", CONFIGURATION, "NCCL"),
     ("F9", "vllm", CORE + "DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.", CONFIGURATION, "in 601 s"),
     ("F10", "vllm", "OSError: [Errno 98] Address already in use", RETRY, "a port it was given is in use"),
+    ("F10", "sglang", "ERROR:    [Errno 98] error while attempting to bind on address ('10.0.0.5', 20000): address already in use", RETRY, "a port it was given is in use"),
+    ("F10", "trtllm", "RuntimeError: Failed to bind socket to 10.0.0.5:20000: [Errno 98] in use", RETRY, "its port 10.0.0.5:20000 is in use"),
     ("F11", "sglang", "ValueError: metrics_port at 20005 is not available in 30 seconds. The port is used. It is used by a process already.", RETRY, "port 20005 (metrics_port)"),
     ("F12", "vllm", "RuntimeError: Failed to initialize NVML: Driver/library version mismatch", NODE, "driver was updated"),
     ("F12", "sglang", "NCCL: RM has detected an NVML/RM version mismatch", NODE, "driver was updated"),
@@ -128,7 +130,7 @@ def test_f36_a_child_that_failed_is_the_cause_not_the_suicide():
 
 def test_the_first_cause_and_not_the_last_line():
     """Of two known failures the one further up is the cause."""
-    first, second = ROWS[21], ROWS[5]
+    first, second = (next(row for row in ROWS if row[0] == wanted) for wanted in ("F24", "F10"))
     for one, other in ((first, second), (second, first)):
         assert one[4] in FOUND["sglang"].diagnose(ShardExit(1), (one[2], other[2])).text
 

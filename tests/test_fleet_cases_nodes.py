@@ -10,7 +10,8 @@ server's own logic shows of them, with simulated nodes, and where the others are
          certificate has a name is that node
     C8   test_a_node_that_was_removed_is_told_so in test_link_refusals.py; a server starts no agent and shares no file with one
     E1   here; that a node refuses a port that somebody has is test_refusals in test_agent_node.py
-    E3   test_address_in_use_is_said_in_a_sentence in test_router_workers.py; metrics and admin.listen are opened only where set
+    E3   test_address_in_use_is_said_in_a_sentence in test_router_workers.py, and of an engine's port here; metrics and
+         admin.listen are opened only where set
     E4   test_fewer_replicas_drain_the_newest_after_the_routers_let_go in test_server_simulation_changes.py, and after every
          simulated step that no router routes to an engine that was told to stop
     E5   here; test_refusals in test_agent_node.py names the holder, test_death_of_the_engine_takes_what_it_left in

@@ -41,6 +41,7 @@ TOP = {
     "pkifolder": ORDER.index("wire") - 0.5,
     "daemon": ORDER.index("wire"),
     "logs": ORDER.index("wire"),
+    "holders": ORDER.index("wire"),
     "sdnotify": ORDER.index("wire"),
 }
 

@@ -22,6 +22,7 @@ from twisted.internet.defer import Deferred
 from twisted.internet.threads import deferToThread
 
 from llmgw.config.server import Address, RouterSettings, Timeouts
+from llmgw.holders import command
 from llmgw.router.sharedfile import shared_file
 from llmgw.router.table import RoutedModel, Table, endpoint, read_table
 from llmgw.server.workers import CannotListen, NotRouting, RouterWorkers
@@ -418,14 +419,15 @@ async def test_full_disk_keeps_the_table_before(workers, engine, monkeypatch):
 
 
 def test_address_in_use_is_said_in_a_sentence(state):
-    """Another program on the port: one sentence that says so, even if it shares its port."""
+    """Another program on the port: one sentence that says so and names it, even if it shares its port."""
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
         port = other.getsockname()[1]
         workers = RouterWorkers(reactor, RouterSettings(Address("127.0.0.1", port)), state)
         with pytest.raises(CannotListen) as caught:
             workers.listen()
     assert str(caught.value) == (
-        f"router.listen 127.0.0.1:{port}: Address already in use. Stop the program that has it, or set another."
+        f"router.listen 127.0.0.1:{port}: Address already in use by pid {os.getpid()} ({command(os.getpid())}). "
+        "Stop the program that has it, or set another."
     )
 
 

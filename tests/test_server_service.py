@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 
 import pytest
 import pytest_twisted
@@ -89,7 +91,7 @@ async def test_a_fleet_address_in_use_ends_the_daemon(rigs, tmp_path, monkeypatc
     second.settings = evolve(second.settings, fleet=evolve(second.settings.fleet, listen=taken))
     second.make()
     rigs.append(second)
-    assert f"cannot listen on {taken}" in await ended(second, monkeypatch)
+    assert re.search(rf"cannot listen on {taken}: .* in use by pid {os.getpid()} \(", await ended(second, monkeypatch))
 
 
 @pytest_twisted.ensureDeferred

@@ -31,6 +31,7 @@ from llmgw.admin.remote import AdminPort, caller
 from llmgw.admin.site import QuietSite
 from llmgw.config.settings import Address, ServerSettings
 from llmgw.errors import LlmgwError
+from llmgw.holders import why_not
 from llmgw.server.live import targets
 from llmgw.server.operations import OPERATOR
 from llmgw.server.service import Server
@@ -184,7 +185,7 @@ class MetricsPort(Service):
         try:
             self._port = self._reactor.listenTCP(self._address.port, self._site, interface=self._address.host)
         except (OSError, CannotListenError) as error:
-            why = getattr(error, "socketError", error)
+            why = why_not(error, self._address.port)
             self._server.cannot_start(f"router.metrics {self._address}: {why}")
 
     def stopService(self) -> Deferred[Any]:

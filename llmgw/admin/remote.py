@@ -26,6 +26,7 @@ from zope.interface import implementer
 from llmgw.admin.errors import BadRequest
 from llmgw.config.settings import ServerSettings, TlsFiles
 from llmgw.errors import LlmgwError
+from llmgw.holders import why_not
 from llmgw.pki import OPERATOR, with_article
 from llmgw.server.doorway import Doorway, Refusals
 from llmgw.server.imembers import Refusal
@@ -186,8 +187,7 @@ class AdminPort(Service):
             door = _Door(self._tls, self._operators, self)
             self._listening = self.reactor.listenTCP(self._listen.port, door, interface=self._listen.host)
         except (OSError, CannotListenError, LlmgwError) as error:
-            why = getattr(error, "socketError", error)
-            self._cannot_start(f"admin.listen {self._listen}: {why}")
+            self._cannot_start(f"admin.listen {self._listen}: {why_not(error, self._listen.port)}")
         else:
             self.port = getattr(self._listening.getHost(), "port", self._listen.port)
 

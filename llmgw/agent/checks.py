@@ -17,13 +17,14 @@ from twisted.internet.defer import Deferred
 from twisted.logger import Logger
 
 from llmgw.agent.launching import CannotStart, other_user, own_cgroup
-from llmgw.agent.ports import holder, port_is_free
+from llmgw.agent.ports import port_is_free
 from llmgw.agent.shardfolder import Intent
 from llmgw.config.agent import AgentSettings
 from llmgw.engines.launch import child_environment
 from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import Allocation, ShardOrder, WeightFiles
 from llmgw.fleet.units import show_size
+from llmgw.holders import holder
 from llmgw.interfaces import Flags, IEngineAdapter, IServedNames, ShardLaunch
 
 DISK_NEEDED = 32 * 2**20

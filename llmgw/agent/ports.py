@@ -1,29 +1,22 @@
-"""Ports: whether one is free, who holds it, and whether a listener is one of ours.
+"""Ports: whether one is free, who holds one that an engine could not have, and whether a listener is one of ours.
 
 Surprising: an engine may bind early and listen minutes later, and SO_REUSEADDR lets two of them bind. So a free port is one
-that can be bound without it. What other users' processes hold is not visible to an agent that is not root: unknown is None.
+that can be bound without it. What cannot be seen (L{llmgw.holders}) is unknown: None.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import socket
 from collections.abc import Iterable
 
-from attrs import frozen
+from attrs import evolve
 
-LISTEN, TIME_WAIT = "0A", "06"
+from llmgw.engines.failures import PORT_TAKEN
+from llmgw.fleet.shard import Allocation, Diagnosis
+from llmgw.holders import holder, listeners, sockets, sockets_of
 
-
-@frozen
-class Listener:
-    """A listening socket as C{/proc/net/tcp} shows it; C{inode} leads to its holder."""
-
-    address: str
-    port: int
-    inode: int
+TIME_WAIT = "06"
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -52,52 +45,8 @@ def _binds(address: str, port: int, reuse: bool) -> bool:
     return True
 
 
-def _address(text: str) -> str:
-    raw = bytes.fromhex(text)
-    words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
-    if len(words) == 4:
-        return socket.inet_ntop(socket.AF_INET, words)
-    if words[:12] == bytes(10) + b"\xff\xff":
-        return socket.inet_ntop(socket.AF_INET, words[12:])
-    return socket.inet_ntop(socket.AF_INET6, words)
-
-
-def _sockets(port: int, state: str) -> list[Listener]:
-    found = []
-    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError), open(path) as file:
-            for line in list(file)[1:]:
-                part = line.split()
-                address, _, number = part[1].rpartition(":")
-                if part[3] == state and int(number, 16) == port:
-                    found.append(Listener(_address(address), port, int(part[9])))
-    return found
-
-
-def listeners(port: int) -> list[Listener]:
-    """Every socket that listens on C{port} in our network namespace."""
-    return _sockets(port, LISTEN)
-
-
 def _lingers(port: int) -> bool:
-    return bool(_sockets(port, TIME_WAIT)) and not listeners(port)
-
-
-def sockets_of(pid: int) -> set[int] | None:
-    """The inodes of the sockets that C{pid} holds; None if we may not look."""
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except PermissionError:
-        return None
-    except OSError:
-        return set()
-    found = set()
-    for name in names:
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-            if target.startswith("socket:["):
-                found.add(int(target[8:-1]))
-    return found
+    return bool(sockets(port, TIME_WAIT)) and not listeners(port)
 
 
 def owned_by(pids: Iterable[int], host: str, port: int) -> bool | None:
@@ -114,11 +63,9 @@ def owned_by(pids: Iterable[int], host: str, port: int) -> bool | None:
     return None if not there or None in held else False
 
 
-def holder(port: int) -> str:
-    """Who listens on C{port}: C{pid 812 (nginx)}, or that it cannot be seen."""
-    inodes = {listener.inode for listener in listeners(port)}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and inodes & (sockets_of(int(name)) or set()):
-            with contextlib.suppress(OSError), open(f"/proc/{name}/comm") as file:
-                return f"pid {name} ({file.read().strip()})"
-    return "a process of another user, or one that has bound it without listening" if inodes else "nobody that listens yet"
+def with_holders(found: Diagnosis, allocation: Allocation) -> Diagnosis:
+    """The same with who listens on the engine's ports, if it says that one of them was taken."""
+    if PORT_TAKEN not in found.text:
+        return found
+    seen = [f"port {port} by {holder(port)}" for port in allocation.ports if listeners(port)]
+    return evolve(found, text=f"{found.text.rstrip('.')}: {', '.join(seen)}") if seen else found

@@ -36,8 +36,9 @@ from twisted.web.http_headers import Headers
 from twisted.web.iweb import IAgentEndpointFactory
 from zope.interface import implementer
 
-from llmgw.agent.ports import holder, owned_by
+from llmgw.agent.ports import owned_by
 from llmgw.agent.shardfolder import Intent
+from llmgw.holders import holder
 
 DEADLINE = 5.0
 DEEP = 6  # times that long a token may take

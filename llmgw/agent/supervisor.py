@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from attrs import evolve
-from twisted.internet.defer import CancelledError, Deferred
+from twisted.internet.defer import CancelledError, Deferred, succeed
 from twisted.internet.task import deferLater
 from twisted.logger import Logger
 from twisted.python.failure import Failure
@@ -27,6 +27,7 @@ from llmgw.agent.launching import OUTPUT_LIMIT, CannotStart, spawn_shim, write_l
 from llmgw.agent.life import begin_life
 from llmgw.agent.observer import Observer
 from llmgw.agent.output import last_lines
+from llmgw.agent.ports import with_holders
 from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, is_alive, marks_of, oom_kills
 from llmgw.agent.reports import Surroundings, Transition, describe
 from llmgw.agent.shardfolder import AttemptFolder, Intent, Outcome, Reached, Run
@@ -163,11 +164,9 @@ class Supervisor:
 
     def when_over(self) -> Deferred[None]:
         """Fires when nothing of it is left."""
-        waiting: Deferred[None] = Deferred()
         if self.is_over:
-            waiting.callback(None)
-        else:
-            self._over.append(waiting)
+            return succeed(None)
+        self._over.append(waiting := Deferred[None]())
         return waiting
 
     def leave(self) -> None:
@@ -361,7 +360,8 @@ class Supervisor:
             )
         elif self.adapter is not None:
             try:
-                self.diagnosis = self.adapter.diagnose(self.exit, last_lines(self.folder.path, self.intent.key))
+                found = self.adapter.diagnose(self.exit, last_lines(self.folder.path, self.intent.key))
+                self.diagnosis = with_holders(found, self.intent.order.allocation)
             except Exception:
                 self.log.failure("{adapter} could not diagnose {shard}", adapter=self.adapter.name, shard=self.folder.shard)
 

@@ -44,11 +44,14 @@ def failure(pattern: str, cause: str, text: str, advice: str = "", id: str = "")
     return Failure(re.compile(pattern), cause, text, advice, id)
 
 
+# In every sentence about a port that somebody else has: the agent adds who that is.
+PORT_TAKEN = "is in use"
+
 ANY_ENGINE: tuple[Failure, ...] = (
     failure(
-        r"(?:Address already in use|EADDRINUSE|couldn't bind HTTP server socket)",
+        r"(?:[Aa]ddress already in use|EADDRINUSE|couldn't bind HTTP server socket)",
         RETRY,
-        "a port it was given is in use",
+        f"a port it was given {PORT_TAKEN}",
         "It is tried again on other ports; if it goes on, see with `ss -lptn` who holds them.",
         id="F10",
     ),
@@ -66,7 +69,8 @@ ANY_ENGINE: tuple[Failure, ...] = (
         "Free space where the engine writes (cache, TMPDIR, /dev/shm).",
     ),
     failure(
-        r"Too many open files",
+        # Where the limit is low vLLM warns of this at its start, in backquotes, and goes on.
+        r"Too many open files(?!`)",
         NODE,
         "it ran out of file descriptors",
         "Raise LimitNOFILE of llmgw-agent to 65535 or more.",

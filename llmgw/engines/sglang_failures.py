@@ -6,7 +6,7 @@ but for C{SIGQUIT received} in the output, which is a consequence, so it stands 
 
 from __future__ import annotations
 
-from llmgw.engines.failures import CONFIGURATION, RETRY, UNKNOWN, Failure, failure
+from llmgw.engines.failures import CONFIGURATION, PORT_TAKEN, RETRY, UNKNOWN, Failure, failure
 from llmgw.engines.torch_failures import ANY_TORCH, raised
 
 FAILURES: tuple[Failure, ...] = (
@@ -42,7 +42,7 @@ FAILURES: tuple[Failure, ...] = (
     failure(
         r"\b(?P<what>\w{1,40}) at (?P<port>\d+) is not available in \d+ seconds.*is used by a process already",
         RETRY,
-        "port {port} ({what}) is in use",
+        "port {port} ({what}) " + PORT_TAKEN,
         "It is tried again on other ports; if it goes on, see with `ss -lptn` who holds them.",
         id="F11",
     ),

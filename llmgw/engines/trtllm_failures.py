@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmgw.engines.failures import CLEAN, CONFIGURATION, RETRY, Failure, failure
+from llmgw.engines.failures import CLEAN, CONFIGURATION, PORT_TAKEN, RETRY, Failure, failure
 from llmgw.engines.torch_failures import ANY_TORCH, raised
 
 FAILURES: tuple[Failure, ...] = (
@@ -49,7 +49,7 @@ FAILURES: tuple[Failure, ...] = (
     failure(
         r"Failed to bind socket to (?P<where>\S+?):? ",
         RETRY,
-        "its port {where} is in use",
+        "its port {where} " + PORT_TAKEN,
         "It is tried again on other ports; if it goes on, see with `ss -lptn` who holds it.",
         id="F10",
     ),

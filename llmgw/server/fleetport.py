@@ -25,6 +25,7 @@ from llmgw.config.settings import FleetSettings
 from llmgw.errors import LlmgwError
 from llmgw.fleet.shard import ShardOrder
 from llmgw.fleet.timing import Timing
+from llmgw.holders import why_not
 from llmgw.interfaces import ILeadership
 from llmgw.server.doorway import Doorway, Refusals
 from llmgw.server.imembers import IMembers, NodeAway, NotActing, Refusal, SessionFacts, Unanswered
@@ -189,7 +190,7 @@ class FleetPort(Service):
         try:
             self._listening = self._reactor.listenTCP(listen.port, door, BACKLOG, listen.host)
         except CannotListenError as error:
-            raise CannotListen(f"fleet: cannot listen on {listen}: {error.socketError}") from None
+            raise CannotListen(f"fleet: cannot listen on {listen}: {why_not(error, listen.port)}") from None
         super().startService()
         self.port = getattr(self._listening.getHost(), "port", listen.port)
         self._looking.start(LOOK_EVERY)

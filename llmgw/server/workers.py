@@ -26,6 +26,7 @@ from twisted.logger import Logger
 
 from llmgw.config.server import RouterSettings
 from llmgw.errors import LlmgwError
+from llmgw.holders import why_not
 from llmgw.router import windows
 from llmgw.router.channel import Message
 from llmgw.router.corrections import Corrections
@@ -170,7 +171,7 @@ class RouterWorkers:
             listening.listen(BACKLOG)
         except OSError as error:
             advice = "Stop the program that has it, or set another." if error.errno == errno.EADDRINUSE else "Set another."
-            raise CannotListen(f"router.listen {wanted}: {error.strerror or error}. {advice}") from error
+            raise CannotListen(f"router.listen {wanted}: {why_not(error, port)}. {advice}") from error
         listening.setblocking(False)
         return listening
 

@@ -1,0 +1,1 @@
+A port that somebody else has is told with the pid and command that listen on it: when a daemon cannot start for it, before an engine is started, and after an engine ended with "Address already in use".

@@ -36,6 +36,10 @@ CORE = "(EngineCore pid=7) ERROR 11-30 12:00:00 [core.py:7] "
         (1, "RuntimeError: Failed to infer device type", "node", "it sees no GPU"),
         (1, CORE + "RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -9)", "clean_and_retry", "worker VllmWorker-1"),  # noqa: E501
         (1, "OSError: [Errno 28] No space left on device", "node", "disk of the node is full"),
+        (1, "  Value error, Unknown quantization method: awqq. Must be one of ['awq', 'fp8']. [type=value_error]", "configuration", "does not know the quantization awqq"),  # noqa: E501
+        (1, CORE + "ValueError: Available memory on node 0 (18.4/23.59 GiB) on startup is less than desired CPU memory utilization (0.92, 21.7 GiB). On the CPU backend, the", "configuration", "wants 21.7 GiB of the host's memory, of which 18.4 of 23.59 GiB are free"),  # noqa: E501
+        (1, CORE + "ValueError: Available memory on node 0 (18.4/23.59 GiB) on kv cache allocation is less than requested memory for kv (40.0 GiB). Decrease", "configuration", "KV cache of 40.0 GiB does not fit"),  # noqa: E501
+        (1, "  Value error, Sleep mode is not supported on current platform. [type=value_error]", "configuration", "cannot sleep"),  # noqa: E501
         (1, CORE + "ValueError: nobody has seen this one", "configuration", "nobody has seen this one"),
     ],
 )  # fmt: skip
@@ -44,6 +48,18 @@ def test_causes(code, line, cause, said):
     told = vllm.diagnose(ShardExit(code), ("INFO starting", CONSEQUENCES[0], line, *CONSEQUENCES))
     assert (told.cause, said in told.text) == (cause, True), told
     assert told.advice
+
+
+def test_a_warning_about_a_low_limit_is_no_cause():
+    """vLLM names the error that a low limit of open files may lead to when it starts, whatever it fails of later."""
+    warned = "WARNING [system_utils.py:255] Found ulimit of 20000. This can cause fd limit errors like `OSError: [Errno 24] Too many open files`. Consider"  # noqa: E501
+    said = "  Input should be less than or equal to 1 [type=less_than_equal, input_value=1.5]"
+    lines = ("pydantic_core._pydantic_core.ValidationError: 1 validation error for CacheConfig", "gpu_memory_utilization", said)
+    told = vllm.diagnose(ShardExit(1), (warned, *lines))
+    assert told.text == "vLLM: it cannot use the value of gpu_memory_utilization (Input should be less than or equal to 1)"
+    assert vllm.diagnose(ShardExit(1), (warned, "it is gone")).text == "vLLM ended with exit status 1"
+    full = vllm.diagnose(ShardExit(1), (warned, "OSError: [Errno 24] Too many open files: '/dev/shm/x'"))
+    assert full.text == "vLLM: it ran out of file descriptors"
 
 
 def test_the_cause_of_nothing_known():

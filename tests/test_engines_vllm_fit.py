@@ -190,3 +190,51 @@ def test_names_of_interfaces_give_way_to_the_node():
     )
     assert launch.defaults["NCCL_SOCKET_IFNAME"] == "ib0" and "NCCL_SOCKET_IFNAME" not in launch.environment
     assert launch.environment["VLLM_HOST_IP"] == "10.9.0.2"
+
+
+CPU = Resources(devices=0)
+
+
+def test_on_a_processor_all_of_it_is_the_hosts():
+    """Weights of all ranks, a cache of 4 GiB for each or what is said, and its processes; no device, and told so at the start."""
+    weights = files(LLAMA_70B, 140 * GIB)
+    profile = Profile("vllm", "m", context=8192, parallel=Parallel(tensor=2), resources=CPU)
+    needs = vllm.needs(profile, weights)
+    assert (needs.devices, needs.memory) == (0, None)
+    assert needs.host_memory == pytest.approx(140 * GIB * 1.03 + 2 * 4 * GIB + 3 * 1.25 * GIB, abs=2)
+    said = vllm.needs(evolve(profile, environment={"VLLM_CPU_KVCACHE_SPACE": "16"}), weights)
+    assert said.host_memory - needs.host_memory == 2 * 12 * GIB
+    sized = evolve(profile, arguments={"kv-cache-memory-bytes": 8 * GIB})
+    assert vllm.needs(sized, weights).host_memory - needs.host_memory == 2 * 4 * GIB
+    assert vllm.needs(evolve(profile, arguments={"gpu-memory-utilization": 0.5}), weights).host_memory == 0
+    assert vllm.needs(evolve(profile, resources=evolve(CPU, host_memory=GIB)), weights).host_memory == GIB
+
+    def space(one):
+        made = vllm.launch(one, Allocation("n1", ports=(1,)), Installation("vllm", "vllm", ("vllm",)), weights, ("m",), "k")
+        return made.defaults.get("VLLM_CPU_KVCACHE_SPACE")
+
+    assert [space(one) for one in (profile, sized, evolve(profile, resources=Resources()))] == ["4", None, None]
+
+
+def test_on_a_processor_the_cache_holds_one_context():
+    """As vLLM refuses it; with the size that would do, and the context that would fit."""
+    profile = Profile("vllm", "m", context=65536, resources=CPU)
+
+    def asked(space):
+        return found(evolve(profile, environment={"VLLM_CPU_KVCACHE_SPACE": space}), files(LLAMA_70B))
+
+    (told,) = asked("4")
+    assert told.code == "host_cache"
+    assert "65536 tokens need 20.0 GiB" in told.text
+    assert "set VLLM_CPU_KVCACHE_SPACE to 20, or lower context to 13056" in told.text
+    assert (asked("20"), codes(asked("1.5"))) == ([], ["argument_value"])
+    assert found(profile, files(LLAMA_70B)) == [], "where nobody says, it is made large enough"
+    assert vllm.estimate(profile, files(LLAMA_70B)).host.cache == 20 * GIB
+
+
+def test_a_build_for_processors_has_no_devices_and_does_not_sleep():
+    """By its version's own word; one whose version nobody knows is believed."""
+    asked = Profile("vllm", "m", arguments={"enable-sleep-mode": True})
+    assert codes(found(asked, files(LLAMA_70B), version="0.32.0+cpu")) == ["processor", "processor"]
+    assert codes(found(Profile("vllm", "m", resources=CPU), files(LLAMA_70B), version="0.32.0+cpu")) == []
+    assert found(asked, files(LLAMA_70B)) == []

@@ -101,6 +101,16 @@ def test_a_device_belongs_to_one_shard_unless_both_share():
     assert "m/1, n/1" in said.lines()[0]
 
 
+def test_a_build_for_processors_is_told_from_a_lack_of_devices():
+    """A profile that asks for devices of an engine that can use none hears what to change."""
+    node = candidate("a", 0)
+    built = Installation("vllm", "vllm", version="0.32.0+cpu")
+    node = evolve(node, facts=evolve(node.facts, installations=(built,)))
+    wanted = want("m/1")
+    said = refusal(Ledger([node]), evolve(wanted, profile=evolve(wanted.profile, engine="vllm")))
+    assert "set `resources: {devices: 0}`" in "\n".join(said.lines())
+
+
 def test_foreign_memory_is_respected_and_named_with_its_pid():
     """H3: 72 of 80 GiB are used by somebody else: the device is avoided, and the explanation says who."""
     other = DeviceProcess(8123, "python3", 72 * GIB)

@@ -49,6 +49,11 @@ class Case:
         """The first two numbers of the installed version, None where it is not known."""
         return version_of(self.installation.version if self.installation else None)
 
+    @property
+    def for_processors(self) -> bool:
+        """Whether the installation is a build that can use no device, by its version's own word (C{0.32.0+cpu})."""
+        return self.installation is not None and (self.installation.version or "").endswith("+cpu")
+
     def argument(self, name: str) -> int | None:
         """A whole-numbered argument, None where it is not given or not a number."""
         return whole(self.profile.arguments.get(name))

@@ -162,7 +162,7 @@ _SIGNALS = {
 
 # "(EngineCore pid=12) ERROR 10-01 12:00:00 [core.py:7] ValueError: ..." and plain tracebacks alike.
 _EXCEPTION = re.compile(r"^(?:.*\] )?(?P<error>(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception)\b: .*\S)", re.MULTILINE)
-_COMPLAINT = re.compile(r"^.*\b(?:error|fatal|panic)\b.*$", re.IGNORECASE | re.MULTILINE)
+_COMPLAINT = re.compile(r"^(?!.*\bWARN(?:ING)?\b).*\b(?:error|fatal|panic)\b.*$", re.IGNORECASE | re.MULTILINE)
 
 
 def diagnosis(

@@ -19,7 +19,7 @@ from llmgw.engines import lora, metrics, vllm_checks, vllm_fit
 from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, visible_devices, whole, words
 from llmgw.engines.torch_engine import Milestones, TorchEngine, told_share, torch_defaults, weights_words
 from llmgw.engines.vllm_failures import FAILURES, GUESSES
-from llmgw.engines.vllm_memory import DEFAULT_SHARE, estimate
+from llmgw.engines.vllm_memory import DEFAULT_SHARE, SPACE, estimate, host_cache
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation
@@ -116,7 +116,7 @@ class Vllm(TorchEngine):
         return ShardLaunch(
             argv=(*(installation.command or self.default_command), "serve", *own, *arguments, *profile.extra_argv),
             environment={**profile.environment, **_environment(allocation, key)},
-            defaults=torch_defaults(files, allocation, VLLM_NO_USAGE_STATS="1"),
+            defaults=torch_defaults(files, allocation, VLLM_NO_USAGE_STATS="1", **_space(profile, files)),
             url=http_url(allocation.address, port) if serves else "",
             ready="/health" if serves else None,
             models="/v1/models" if serves else None,
@@ -145,6 +145,14 @@ def _several(profile: Profile) -> bool:
 def _sleeps(profile: Profile, allocation: Allocation) -> bool:
     """Only where the profile asks for it: its paths are those of the development mode, which no key guards."""
     return vllm_checks.develops(profile) and profile.arguments.get("enable-sleep-mode") is True and allocation.nodes == 1
+
+
+def _space(profile: Profile, files: WeightFiles | None) -> dict[str, str]:
+    """On a processor the size of its cache, where neither arguments nor a fraction say it."""
+    if profile.resources.devices != 0 or {"kv-cache-memory-bytes", "gpu-memory-utilization"} & profile.arguments.keys():
+        return {}
+    held = host_cache(profile, files)
+    return {} if held is None else {SPACE: str(held // 2**30)}
 
 
 def _hybrid(profile: Profile) -> bool:

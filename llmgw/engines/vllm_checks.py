@@ -75,6 +75,7 @@ def problems(case: Case) -> list[Problem]:
         _batch,
         _tools,
         _development,
+        _processor,
         _quantization,
         _architecture,
         _pipeline,
@@ -156,6 +157,16 @@ def _development(case: Case) -> Iterator[Problem]:
     if develops(case.profile) and case.profile.arguments.get("enable-sleep-mode") is not True:
         text = f"{DEVELOPMENT} opens paths that no key guards: leave it out, or set the argument enable-sleep-mode, too"
         yield Problem(text, f"environment.{DEVELOPMENT}", "environment")
+
+
+def _processor(case: Case) -> Iterator[Problem]:
+    """A build for processors finds no device, and what it has does not sleep."""
+    if case.for_processors and case.profile.resources.devices != 0:
+        text = f"{case.named} is a build for processors: set `resources: {{devices: 0}}`"
+        yield Problem(text, "resources.devices", "processor")
+    if case.for_processors and case.profile.arguments.get("enable-sleep-mode") is True:
+        text = f"{case.named} is a build for processors, which cannot sleep: leave enable-sleep-mode out"
+        yield Problem(text, "arguments.enable-sleep-mode", "processor")
 
 
 def _known(case: Case) -> bool:

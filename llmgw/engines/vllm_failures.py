@@ -101,6 +101,26 @@ FAILURES: tuple[Failure, ...] = (
         id="F23",
     ),
     failure(
+        r"Available memory on node \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than desired CPU memory "
+        r"utilization \((?P<share>[\d.]+), (?P<want>[\d.]+) GiB\)",
+        CONFIGURATION,
+        "it wants {want} GiB of the host's memory, of which {free} of {total} GiB are free",
+        "Say how large its KV cache is by VLLM_CPU_KVCACHE_SPACE (GiB) in `environment`, not by gpu-memory-utilization.",
+    ),
+    failure(
+        r"Available memory on node \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on kv cache allocation is less than requested "
+        r"memory for kv \((?P<want>[\d.]+)",
+        CONFIGURATION,
+        "its KV cache of {want} GiB does not fit into the host's memory, of which {free} of {total} GiB are free",
+        "Lower VLLM_CPU_KVCACHE_SPACE in `environment`, or place it on a larger node.",
+    ),
+    failure(
+        r"Sleep mode is not supported on current platform",
+        CONFIGURATION,
+        "it cannot sleep on this hardware",
+        "Leave the argument enable-sleep-mode out.",
+    ),
+    failure(
         r"Error in memory profiling",
         RETRY,
         "another process took or freed device memory while it measured",
@@ -127,7 +147,7 @@ FAILURES: tuple[Failure, ...] = (
         "Set `parallel.pipeline` to 1 and raise `parallel.tensor`.",
     ),
     failure(
-        r"Unknown quantization method: (?P<what>\S+)",
+        r"Unknown quantization method: (?P<what>\S+?)\.?(?:\s|$)",
         CONFIGURATION,
         "it does not know the quantization {what}",
         "Leave the argument `quantization` out for weights that are quantized already.",
@@ -187,6 +207,12 @@ FAILURES: tuple[Failure, ...] = (
 )
 
 GUESSES: tuple[Failure, ...] = (
+    failure(
+        r"validation errors? for \w+\n(?P<what>\w+)\n +(?P<why>.+?) \[type=",
+        CONFIGURATION,
+        "it cannot use the value of {what} ({why})",
+        "Correct it in the profile.",
+    ),
     failure(r"Value error, (?P<why>.+?)(?: \[type=|$)", CONFIGURATION, "{why}", "Correct the profile."),
     raised("ValueError"),
     failure(

@@ -12,8 +12,9 @@ from attrs import evolve
 
 from llmgw.engines import model_checks, node_checks
 from llmgw.engines.case import Case
+from llmgw.engines.estimates import context_of
 from llmgw.engines.launch import unchecked_arguments, whole
-from llmgw.engines.vllm_memory import OVERHEAD, estimate
+from llmgw.engines.vllm_memory import OVERHEAD, SPACE, estimate, host_cache, request_cache
 from llmgw.errors import Problem
 from llmgw.fleet.estimate import largest_context
 from llmgw.fleet.units import show_size
@@ -32,6 +33,7 @@ def problems(case: Case) -> list[Problem]:
         _fraction,
         _values,
         _offload,
+        _space,
         node_checks.shared_memory,
         node_checks.instances,
     )
@@ -100,3 +102,23 @@ def _offload(case: Case) -> Iterator[Problem]:
     if offload * tensor * 2**30 > total:
         text = f"cpu-offload-gb {offload} for {tensor} ranks is more than {name}'s {show_size(total)}; lower it"
         yield Problem(text, "arguments.cpu-offload-gb", "host_memory")
+
+
+def _space(case: Case) -> Iterator[Problem]:
+    """On a processor the cache has a size of its own, which must hold one context."""
+    if case.profile.resources.devices != 0:
+        return
+    where, said = f"environment.{SPACE}", case.profile.environment.get(SPACE, "")
+    if said and not said.isdecimal():
+        yield Problem(f"{SPACE} is a whole number of GiB, found {said!r}", where, "argument_value")
+    profile, files = case.profile, case.files
+    held, need, context = host_cache(profile, files), request_cache(profile, files), context_of(profile, files)
+    if held is None or need is None or context is None or need <= held:
+        return
+
+    def fits(tokens: int) -> bool:
+        return (request_cache(evolve(profile, context=tokens), files) or 0) <= held
+
+    most = largest_context(fits, context)
+    text = f"{context} tokens need {show_size(need)} of KV cache, it has {show_size(held)}: set {SPACE} to {-(-need // 2**30)}"
+    yield Problem(text + (f", or lower context to {most}" if most else ""), where, "host_cache")

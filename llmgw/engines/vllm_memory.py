@@ -7,6 +7,9 @@ of C{context} tokens (vLLM's C{check_enough_kv_cache_memory}); what is more serv
 C{kv-cache-memory-bytes} says the cache's size instead of the fraction; C{cpu-offload-gb} keeps that much of each rank's weights
 on the host.
 
+Without devices all of it is the host's. vLLM would then take the fraction of the host's memory, 0.92 of it, so the cache's size
+is always said: C{VLLM_CPU_KVCACHE_SPACE}, 4 GiB or one context where nobody says another.
+
 Per layer and request, after vLLM 0.33's C{kv_cache_interface}: all tokens in blocks of 16; with a window C{min(window - 1 +
 max_num_batched_tokens, context)} and a block more; with chunks C{min(chunk + max_num_batched_tokens, context)}. Layers of
 several kinds stand in groups of one size, and what a group lacks is taken, too (L{_grouped}). Beside recurrent
@@ -25,11 +28,14 @@ from llmgw.engines.estimates import context_of, layers_of, number_format, stage_
 from llmgw.engines.launch import fraction, whole
 from llmgw.engines.memory import text_config
 from llmgw.fleet.estimate import Estimate, RankMemory
-from llmgw.fleet.model import Profile
+from llmgw.fleet.model import Argument, Profile
 from llmgw.fleet.shard import WeightFiles
 
 # Context and library of CUDA, graphs, activations: a first guess until a run has been seen.
 OVERHEAD = 2 * 2**30
+# The same of a process on a processor: the HTTP server and the engine's core together, and each rank (measured: 1.2, 1.1 GiB).
+HOST_OVERHEAD = 5 * 2**28
+SPACE, DEFAULT_SPACE = "VLLM_CPU_KVCACHE_SPACE", 4
 # vLLM's own default of gpu-memory-utilization, and what it puts into one batch on large devices.
 DEFAULT_SHARE = 0.92
 BATCHED = 8192
@@ -61,6 +67,45 @@ def cache_width(profile: Profile) -> float:
 
 def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     """One request of the whole context on each rank, in vLLM's order of ranks: data, pipeline, tensor."""
+    if profile.resources.devices == 0:
+        return _on_host(profile, files)
+    return _on_devices(profile, files)
+
+
+def host_cache(profile: Profile, files: WeightFiles | None) -> int | None:
+    """Bytes of each rank's cache on a processor; None where it follows from a fraction of the host's memory, or is no number."""
+    space, said = profile.environment.get(SPACE), whole(profile.arguments.get("kv-cache-memory-bytes"))
+    if space:
+        return int(space) * 2**30 if space.isdecimal() else None
+    if said is not None or "gpu-memory-utilization" in profile.arguments:
+        return said
+    return max(DEFAULT_SPACE, -(-(request_cache(profile, files) or 0) // 2**30)) * 2**30
+
+
+def request_cache(profile: Profile, files: WeightFiles | None) -> int | None:
+    """What one request of the whole context takes on the rank that keeps most; None while a part is unknown."""
+    caches = [rank.cache for rank in _on_devices(evolve(profile, arguments=_unsized(profile)), files).ranks]
+    return max((one for one in caches if one is not None), default=None) if None not in caches else None
+
+
+def _unsized(profile: Profile) -> Mapping[str, Argument]:
+    return {name: value for name, value in profile.arguments.items() if name != "kv-cache-memory-bytes"}
+
+
+def _on_host(profile: Profile, files: WeightFiles | None) -> Estimate:
+    """One node's ranks together."""
+    found, cache = _on_devices(profile, files), host_cache(profile, files)
+    ranks = found.ranks[: len(found.ranks) // profile.parallel.nodes or 1]
+    weights = [rank.weights for rank in ranks if rank.weights is not None]
+    host = RankMemory(
+        sum(weights) if len(weights) == len(ranks) else None,
+        None if cache is None else cache * len(ranks),
+        HOST_OVERHEAD * (1 + len(ranks)),
+    )
+    return evolve(found, ranks=(), host=host, share=1.0, elastic=False)
+
+
+def _on_devices(profile: Profile, files: WeightFiles | None) -> Estimate:
     parallel, layers, context = profile.parallel, layers_of(files), context_of(profile, files)
     weights = stage_weights(files, parallel, *_scales(profile, files)) if files is not None and files.found else None
     fixed, away = (

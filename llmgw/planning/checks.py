@@ -123,6 +123,13 @@ def _sick(room: NodeRoom) -> str:
     return "; ".join(f"gpu {device.index}: {why}" for device, why in room.closed)
 
 
+def _for_processors(room: NodeRoom, want: Want) -> str:
+    found = room.installations.get(want.profile.engine)
+    if found is None or not (found.version or "").endswith("+cpu"):
+        return ""
+    return f"its {found.name} {found.version} is a build for processors: set `resources: {{devices: 0}}`"
+
+
 def _holders(rooms: list[DeviceRoom]) -> str:
     return ", ".join(dict.fromkeys(room.holder for room in rooms if room.holder))
 
@@ -133,7 +140,7 @@ def _devices(room: NodeRoom, want: Want) -> Check | None:
     free = [r for r in rooms if not r.holders or (want.share and r.shareable)]
     if need <= len(free):
         return None
-    return Check("devices", "too few devices", need, len(free), "devices", _sick(room))
+    return Check("devices", "too few devices", need, len(free), "devices", _sick(room) or _for_processors(room, want))
 
 
 def _device_memory(room: NodeRoom, want: Want) -> Check | None:

@@ -1,0 +1,1 @@
+vLLM on processors (`resources: {devices: 0}` and a build for them): its host memory is reckoned and its KV cache given a size, where it would have taken 92 % of the machine's memory or refused to start; a profile that asks such a build for devices or for sleep is refused with what to change.

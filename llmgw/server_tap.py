@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from twisted.application.service import MultiService
+from twisted.internet.defer import Deferred
 from twisted.python import usage
 
 from llmgw.admin.api import make_admin
@@ -51,10 +52,11 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     server = make_server(settings, reactor)
     admin = make_admin(settings, server, reactor)
 
-    def reload() -> None:
+    def reload() -> Deferred[None]:
         new = load(settings.path)
-        server.reload(new)
+        taken = server.reload(new)
         admin.reload(new)
+        return taken
 
     lifecycle = Lifecycle(reactor, SystemdNotify(os.environ), reload, server.status, server.interrupted)
     server.when_up(lifecycle.ready)

@@ -167,6 +167,8 @@ async def test_reload(folder, reactor):
         assert agent.node.register("f", "127.0.0.1").facts.labels == {"pool": "a"}
         with pytest.raises(LlmgwError, match="node changed: that takes a restart"):
             agent.reload(evolve(settings, node="n2"))
+        with pytest.raises(LlmgwError, match="node changed: that takes a restart"):
+            agent.reload(evolve(settings, node="n2"))
         settings.tls.key.write_text("nonsense")
         with pytest.raises(LlmgwError):
             agent.reload(settings)

@@ -106,6 +106,42 @@ def test_sighup_reloads_and_goes_on():
     assert process.returncode == 0
 
 
+def test_a_refused_reload_stands_in_the_status_line_until_the_next(tmp_path):
+    """systemctl reload cannot wait for it, so systemctl status says it; answered late and in many lines as well as at once."""
+    body = """
+    from twisted.internet.defer import fail, Deferred
+    from llmgw.errors import LlmgwError
+    late = Deferred()
+    reactor.callLater(0.1, lambda: late.errback(LlmgwError("later")))
+    def refuse():
+        raise LlmgwError("x.yaml:2: bad\\nx.yaml:3: worse\\nREADY=0")
+    answers = iter([refuse, lambda: late, lambda: None])
+    life._reload = lambda: next(answers)()
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(str(tmp_path / "notify"))
+        notify.settimeout(5)
+        process = start(body, {"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        heard = []
+        refusals = [". Reload refused: x.yaml:2: bad (and 2 more)", ". Reload refused: later", ""]
+        until_heard(notify, heard, "STATUS=status line")
+        for refusal in refusals:
+            process.send_signal(signal.SIGHUP)
+            until_heard(notify, heard, f"STATUS=status line{refusal}")
+        until_heard(notify, heard, "READY=1")
+        process.send_signal(signal.SIGTERM)
+        finish(process, 5)
+    assert process.returncode == 0
+    assert heard.count("READY=1") == heard.count("RELOADING=1") == 3
+
+
+def until_heard(notify: socket.socket, heard: list[str], text: str) -> None:
+    """Listen until this is said, as a message of its own."""
+    heard.append(notify.recv(500).decode())
+    while heard[-1] != text:
+        heard.append(notify.recv(500).decode())
+
+
 def test_systemd_hears_of_watchdog_status_and_stop(tmp_path):
     """WATCHDOG=1 comes from the reactor, STATUS when it changes, STOPPING first in a stop."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:

@@ -117,12 +117,21 @@ def test_the_agents_unit_takes_nothing_from_engines():
     assert not found
 
 
+@pytest.mark.parametrize("name", UNITS)
+def test_a_reload_is_refused_where_the_check_refuses_the_file(name):
+    """Of the file that the daemon reads; only behind it comes the signal."""
+    service = unit(name)["Service"]
+    check, signal = service["ExecReload"].split(" ; ")
+    assert shlex.split(check)[:2] == ["/opt/llmgw/bin/llmgw", "check"]
+    assert shlex.split(check)[2:] == [shlex.split(service["ExecStart"])[-1]]
+    assert signal == "/bin/kill -HUP $MAINPID"
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd here")
 @pytest.mark.parametrize("name", UNITS)
 def test_systemd_takes_the_units(name, tmp_path):
-    """systemd-analyze verify has nothing to say of our units (with this environment's twistd in ExecStart)."""
-    twistd = Path(sys.executable).parent / "twistd"
-    (tmp_path / name).write_text((ETC / name).read_text().replace("/opt/llmgw/bin/twistd", str(twistd)))
+    """systemd-analyze verify has nothing to say of our units (with this environment's commands)."""
+    (tmp_path / name).write_text((ETC / name).read_text().replace("/opt/llmgw/bin", str(Path(sys.executable).parent)))
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / name], capture_output=True, text=True, timeout=60)
     ours = [line for line in (done.stdout + done.stderr).splitlines() if name in line]
     assert not ours, ours

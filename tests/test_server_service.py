@@ -14,7 +14,7 @@ from twisted.internet.defer import Deferred, fail
 
 from llmgw.config.server import read_server
 from llmgw.errors import LlmgwError
-from llmgw.fleet.model import Catalog, Model, StaticEndpoint
+from llmgw.fleet.model import Catalog, Model, Profile, StaticEndpoint
 from llmgw.router.table import KeyEntry, RoutedModel, Table, endpoint, write_table
 from llmgw.server import service
 from llmgw.store.errors import StoreError
@@ -165,6 +165,21 @@ async def test_reload_takes_catalog_and_refuses_a_bad_certificate(rigs, tmp_path
     with pytest.raises(LlmgwError):
         rig.server.reload(evolve(rig.settings, catalog=Catalog((STATIC,))))
     assert rig.server.controller.truth.catalog_revision == 2
+
+
+@pytest_twisted.ensureDeferred
+async def test_reload_fails_with_what_is_not_in_force(rigs, tmp_path):
+    """A catalog that is refused, and what takes a restart, of which the rest is taken."""
+    rig = await started(rigs, Rig(tmp_path, STATIC))
+    bad = evolve(model("m", 0), profile=Profile("command", argv=("run", "{weight}")))
+    with pytest.raises(LlmgwError, match="the catalog in force stays: models.m.*{weights}"):
+        await rig.server.reload(evolve(rig.settings, catalog=Catalog((STATIC, bad))))
+    assert rig.server.controller.truth.catalog_revision == 1
+    other = evolve(rig.settings, timing=evolve(rig.settings.timing, drain=7.0), catalog=Catalog((STATIC, model("m", 0))))
+    with pytest.raises(LlmgwError, match="^timing changed: that takes a restart of llmgw-server, which cuts no stream; models,"):
+        await rig.server.reload(other)
+    assert rig.server.controller.truth.catalog_revision == 2
+    await rig.server.reload(evolve(rig.settings, catalog=other.catalog))
 
 
 @pytest_twisted.ensureDeferred

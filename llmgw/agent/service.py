@@ -13,7 +13,7 @@ from collections.abc import Callable
 from random import SystemRandom
 from typing import Any
 
-from attrs import fields
+from attrs import evolve, fields
 from twisted.application.service import MultiService
 from twisted.internet.defer import CancelledError, Deferred
 from twisted.logger import Logger
@@ -112,11 +112,13 @@ class Agent(MultiService):
         @raise LlmgwError: certificates cannot be used, or something changed that only a restart changes; the rest is in force.
         """
         self._uplink.reload(settings)
-        before, self._settings = self._settings, settings
+        before = self._settings
+        self._settings = evolve(before, **{name: getattr(settings, name) for name in RELOADABLE})
         self.node.reload(settings)
         names = [each.name for each in fields(AgentSettings) if each.name not in RELOADABLE]
         if changed := [name for name in names if getattr(before, name) != getattr(settings, name)]:
-            raise LlmgwError(f"{', '.join(changed)} changed: that takes a restart of llmgw-agent, which leaves engines running")
+            what = f"{', '.join(changed)} changed: that takes a restart of llmgw-agent, which leaves engines running"
+            raise LlmgwError(f"{what}; the rest is in force")
 
     def when_up(self, call: Callable[[], None]) -> None:
         """Have it called when the truth is known and the link is dialled: that is all that an agent's own being up can mean."""

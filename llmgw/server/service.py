@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, fields
 from twisted.application.service import Service
 from twisted.internet.defer import CancelledError, Deferred, DeferredList
 from twisted.internet.task import deferLater
@@ -168,10 +168,10 @@ class Server(Service):
         loads = {replica_of(report.shard): report.load for report in reports if report.shard.endswith("/0")}
         return live.top(text, self.workers.table, loads, self.controller.clocks.wall())
 
-    def reload(self, settings: ServerSettings) -> None:
+    def reload(self, settings: ServerSettings) -> Deferred[None]:
         """SIGHUP: take the certificates of a new file, and where we lead its catalog; the rest needs a restart.
 
-        What the file says of revoked certificates is the admin port's to take.
+        What the file says of revoked certificates is the admin port's to take. The Deferred fails with what is not in force now.
 
         @raise LlmgwError: a certificate cannot be used; then nothing is taken.
         """
@@ -182,21 +182,23 @@ class Server(Service):
         old = self.settings
         admin = evolve(settings.admin, revoked=old.admin.revoked) if settings.admin and old.admin else settings.admin
         fixed = evolve(settings, catalog=old.catalog, warnings=old.warnings, admin=admin)
-        if fixed != self.settings:
-            self.log.warn("only models, secrets and certificates are reloaded; the other changes need a restart")
+        changed = [each.name for each in fields(ServerSettings) if getattr(fixed, each.name) != getattr(old, each.name)]
         if self.company is not None:
             self.company.file = settings.catalog
             self.company.follower.again()
-        self._take_catalog(settings, "SIGHUP")
+        return Deferred.fromCoroutine(self._take_catalog(settings, changed))
 
-    def _take_catalog(self, settings: ServerSettings, origin: str) -> None:
-        applied = self.catalogs.apply(settings.catalog, origin)
-        applied.addCallback(lambda done: self.log.info("{origin}: {what}", origin=origin, what="; ".join(done.lines)))
-        applied.addErrback(self._refused, origin)
-
-    def _refused(self, failure: Failure, origin: str) -> None:
-        failure.trap(LlmgwError)
-        self.log.error("{origin}: the catalog in force stays: {error}", origin=origin, error=str(failure.value))
+    async def _take_catalog(self, settings: ServerSettings, changed: list[str]) -> None:
+        """C{changed} are settings that only a restart changes."""
+        if self.company is None or self.succession.leading:
+            try:
+                done = await self.catalogs.apply(settings.catalog, "SIGHUP")
+            except LlmgwError as error:
+                raise LlmgwError(f"the catalog in force stays: {error}") from None
+            self.log.info("SIGHUP: {what}", what="; ".join(done.lines))
+        if changed:
+            what = f"{', '.join(changed)} changed: that takes a restart of llmgw-server, which cuts no stream"
+            raise LlmgwError(f"{what}; models, secrets and certificates are in force")
 
     # Starting.
 

@@ -86,6 +86,16 @@ def killed(unit: str, number: int, seconds: float = 60) -> dict[str, Any]:
     return {"seconds": time.monotonic() - began, "results": sorted(results)}
 
 
+def mistaken(unit: str) -> list[Any]:
+    """What C{systemctl reload} ends with where the file has a mistake in it, and whether the daemon is the same after it."""
+    file = Path(f"/etc/llmgw/{unit.removeprefix('llmgw-')}.yaml")
+    before, good = pid(unit), file.read_text()
+    file.write_text(f"{good}\nmistake: 1\n")
+    done = subprocess.run(["systemctl", "reload", unit], capture_output=True, text=True, timeout=120)
+    file.write_text(good)
+    return [done.returncode, pid(unit) == before, show(unit, "ActiveState")["ActiveState"]]
+
+
 class Drive:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "seen.json"
@@ -110,6 +120,7 @@ class Drive:
         stream.join(60)
         self.saw(stream=[stream.done, repr(stream.error), len(stream.pieces)])
         self.saw(reload={unit: systemctl("reload", unit) for unit in UNITS})
+        self.saw(mistaken={unit: mistaken(unit) for unit in UNITS})
         self.saw(hung={unit: killed(unit, signal.SIGSTOP, WATCHDOG) for unit in (AGENT, SERVER)}, after_hung=engine())
         self.saw(stop={unit: systemctl("stop", unit) for unit in (AGENT, SERVER)})
         self.saw(after_stop=alive(self._seen["engine"][0]), over=True)

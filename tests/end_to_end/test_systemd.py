@@ -71,3 +71,10 @@ def test_f70_a_unit_stops_at_once_and_leaves_its_engines(seen, unit):
 def test_systemctl_reload_is_taken(seen, unit):
     """SIGHUP by systemctl ends nothing."""
     assert seen["reload"][unit] < 5
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_systemctl_reload_of_a_mistake_fails(seen, unit):
+    """And the daemon goes on with what it has."""
+    status, same, state = seen["mistaken"][unit]
+    assert status != 0 and same and state == "active"

@@ -124,7 +124,7 @@ def replay(trace: list[Row], policy: str, count: int, workers: int, capacity: in
         "hit": round(sum(e.hits for e in engines) / sum(e.blocks for e in engines), 3),
         "hottest_requests": round(max(requests) * count / sum(requests), 2),
         "hottest_prefill": round(max(prefilled) * count / sum(prefilled), 2),
-        "spread": round(statistics.mean(spread), 1),
+        "spread": round(statistics.mean(spread), 2),
         "us_per_request": round(took / len(trace) * 1e6, 1),
         "why": dict(reasons.most_common()),
     }

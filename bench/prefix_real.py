@@ -131,7 +131,7 @@ async def replay(trace: list[Row], port: int, engines: list[FakeEngine], speed: 
         "hit": round(sum(engine.hits for engine in engines) / sum(engine.blocks for engine in engines), 3),
         "hottest_requests": round(max(requests) * len(engines) / sum(requests), 2),
         "hottest_prefill": round(max(prefilled) * len(engines) / sum(prefilled), 2),
-        "spread": round(statistics.mean(spread), 1), "failed": failed,
+        "spread": round(statistics.mean(spread), 2), "failed": failed,
         "p50_s": round(times[len(times) // 2], 1), "p95_s": round(times[int(len(times) * 0.95)], 1),
     }  # fmt: skip
 

@@ -101,6 +101,27 @@ def test_i1_one_prefix_for_all_does_not_make_a_hotspot(make):
     assert max(loads) * 8 / 480 < 1.2
 
 
+def test_prefix_that_many_share_finds_a_second_home(make):
+    """One at a time, so that nothing is ever busy: an endpoint that has had more than its share draws a short prefix no more."""
+    rig = make(4)
+    group, held, chosen = rig.group(), {}, Counter()
+    for _ in range(400):
+        found, _ = group.choose(0.0, held, 12)
+        chosen[found.id] += 1
+        held[int(found.id)] = 12
+    assert max(chosen.values()) <= 1.25 * 100
+    assert len(held) == 4
+
+
+def test_hot_endpoint_keeps_its_sessions_and_long_prompts(make):
+    """What would have to be prefilled anew is worth more than an even count, and a session is what the caller asked for."""
+    rig = make(4)
+    group = rig.group()
+    assert {group.choose(0.0, {1: 40}, 40)[0].id for _ in range(100)} == {"1"}
+    assert group.choose(0.0, session=1)[1] == "session"
+    assert group.choose(0.0, {1: 12}, 12)[1] == "spill"
+
+
 def test_session_stays_where_it_is(make):
     """A session's endpoint is kept over a few requests more than elsewhere, even for a prompt of less than a block."""
     rig = make(4)

@@ -145,6 +145,7 @@ async def test_an_engine_that_is_well_but_makes_no_token_is_ended_as_hung(rig, m
         assert any("makes no token, and asked for one: no answer in 0.5 s" in text for text in shard.report().conditions)
         await rig.reach(shard, ShardState.FAILED)
     assert shard.reason.startswith("it hangs: no answer, no token and no output for") and shard.code == "hung"
+    assert shard.report().diagnosis.cause == "clean_and_retry" and "started anew" in shard.report().diagnosis.advice
 
 
 @pytest_twisted.ensureDeferred

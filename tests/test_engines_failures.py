@@ -1,14 +1,29 @@
 """How engines end, by the catalogue of failures seen in the field: from status, signal, cgroup and output to one sentence.
 
-Those of the catalogue that leave no text (orphans, hung engines, followers that outlive their head) are the agent's and leader's
-to notice, and are tested there; each that does leave one stands here under its number.
+Each that leaves a text stands here under its number. The others are the agent's and leader's to notice, and are tested there:
+
+    F1   test_the_stand_in_leaves_its_engine_behind_when_killed in test_engines_vllm_standin.py, and that what a dead engine left
+         is ended: test_death_of_the_engine_takes_what_it_left in test_agent_supervisor.py; its words are F23's, of the next start
+    F3   test_f3_what_dies_below_an_engine_leaves_no_zombie in test_agent_causes.py
+    F4   test_f4_what_hangs_in_the_kernel_is_named in test_agent_causes.py
+    F5   test_an_engine_that_is_well_but_makes_no_token_is_ended_as_hung in test_agent_turns.py
+    F7   test_a_lost_head_takes_the_other_rank_and_both_return in end_to_end/test_engines_nodes.py, and here
+    F16  test_f16_weights_that_do_not_come_end_a_start in test_agent_causes.py, and here
+    F35  here, and test_f35_what_the_kernel_killed_is_told_by_the_cgroups_own_count in test_agent_causes.py
+    F37  as F1: test_stop_takes_a_grandchild_in_its_own_session in test_agent_supervisor.py
+    F38  test_engines_over_pytorch in end_to_end/test_engines_nodes.py: no rank above 0 is asked for its health
+    F39  test_f39_an_engine_that_stays_unhealthy_is_ended in test_agent_causes.py
+    F48  as F1, for any program; SIGTERM comes first: test_a_stopped_engine_is_ended_gently in test_agent_supervisor.py
+    F56  as F5: a health path that says 200 is not believed while no token is made
 """
 
 # ruff: noqa: E501  (engines print long lines)
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +34,7 @@ from llmgw.fleet.shard import ShardExit
 CONFIGURATION, RETRY, CLEAN, NODE, SOURCE = "configuration", "retry", "clean_and_retry", "node", "source"
 FOUND = adapters()
 CORE = "(EngineCore pid=7) ERROR 11-30 12:00:00 [core.py:7] "
+TESTS = Path(__file__).parent
 BEFORE = ("INFO 11-30 12:00:00 starting", "INFO 11-30 12:00:01 loading")
 CONSEQUENCES = (
     "Traceback (most recent call last):",
@@ -27,10 +43,14 @@ CONSEQUENCES = (
     "EngineCore failed to start.",
     "Some other Error: cudaErrorUnknown",
 )
+STORE = "[c10d] recvValue failed on SocketImpl(fd=99, addr=[::ffff:10.9.0.6]:38760, remote=[::ffff:10.9.0.5]:42643): Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
 ROWS = [
+    ("F2", "vllm", "(ApiServer_2 pid=39384) TimeoutError: Timed out waiting for engines to send initial message on input socket.", CLEAN, "gave up waiting for its engine, which still warmed up"),
     ("F5", "sglang", "[TP0] Watchdog TimeoutError: self.watchdog_last_forward_ct=3", RETRY, "a forward pass hung"),
     ("F6", "vllm", CORE + "TimeoutError: RPC call to sample_tokens timed out.", RETRY, "a rank stopped answering"),
     ("F6", "vllm", "No available shared memory broadcast block found in 60 seconds. This typically happens", RETRY, "silent for minutes"),
+    ("F7", "vllm", "[rank30]:[W111 00:54:10.905768298 TCPStore.cpp:125] " + STORE, RETRY, "rank 0, is gone"),
+    ("F7", "sglang", '[rank8]:[W516 12:46:57.499514954 ProcessGroupNCCL.cpp:1826] [PG ID 0 PG GUID 0 Rank 8] Failed to check the "should dump" flag on TCPStore, (maybe TCPStore server has shut down too early), with error: Connection reset by peer', RETRY, "rank 0, is gone"),
     ("F8", "vllm", CORE + "torch.distributed.DistBackendError: NCCL error ... ncclSystemError: System call failed", CONFIGURATION, "NCCL"),
     ("F9", "vllm", CORE + "DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.", CONFIGURATION, "in 601 s"),
     ("F10", "vllm", "OSError: [Errno 98] Address already in use", RETRY, "a port it was given is in use"),
@@ -97,6 +117,45 @@ def test_f_rows(row, engine, line, cause, said):
     told = FOUND[engine].diagnose(ShardExit(1), (*BEFORE, line, *CONSEQUENCES))
     assert (told.cause, said in told.text, bool(told.advice)) == (cause, True, True), told
     assert "{" not in told.text + told.advice.replace("{NAME", "").replace("{devices", "").replace("{address", "")
+
+
+def test_f7_is_never_the_cause_where_another_is_known():
+    """What the ranks say when one has gone may come before that one's own last words."""
+    tail = (
+        "[rank1]:[W1] TCPStore.cpp:125] " + STORE,
+        CORE + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+    )
+    told = FOUND["vllm"].diagnose(ShardExit(1), tail)
+    assert (told.cause, "out of device memory" in told.text) == (CONFIGURATION, True)
+
+
+SLOW = (
+    "(EngineCore pid=7) INFO 11-30 12:00:02 [gpu_model_runner.py:2602] Starting to load model /nfs/models/llama-70b...",
+    "Loading safetensors checkpoint shards:   0% Completed | 0/30 [00:00<?, ?it/s]",
+)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_f16_a_start_that_is_given_up_while_it_reads_weights(engine):
+    """Its output names no cause: what it was at does. One that does name a cause is believed."""
+    phases = [found.name for line in SLOW if (found := FOUND[engine].phase(line))]
+    silent = FOUND[engine].diagnose(ShardExit(), (*BEFORE, *SLOW))
+    told = failures.given_up("start_timeout", "not ready after 30m", phases[-1], silent)
+    assert (told.cause, told.text, "file system" in told.advice) == (CLEAN, "not ready after 30m", True)
+    other = failures.given_up("start_timeout", "not ready after 30m", "", silent)
+    assert (other.cause, "Raise `start_timeout`" in other.advice) == (RETRY, True)
+    said = (*BEFORE, "NCCL WARN socketStartConnect: Connect to 10.9.0.5<40000> failed", *SLOW)
+    told = failures.given_up("start_timeout", "not ready after 30m", "weights", FOUND[engine].diagnose(ShardExit(), said))
+    assert told.cause == CONFIGURATION and told.text.startswith("not ready after 30m. ") and "NCCL" in told.text
+
+
+def test_the_table_names_tests_that_exist():
+    """A test that is renamed or deleted does not leave its row behind."""
+    assert __doc__ is not None
+    found = re.findall(r"(test_\w+)\s+in\s+((?:end_to_end/)?test_\w+\.py)", __doc__)
+    assert len(found) >= 12
+    for name, file in found:
+        assert f"def {name}(" in (TESTS / file).read_text(), name
 
 
 def test_every_row_with_a_number_has_a_test():

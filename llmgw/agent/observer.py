@@ -11,12 +11,13 @@ from typing import Any, Protocol
 from twisted.internet.task import deferLater
 from twisted.logger import Logger
 
-from llmgw.agent.output import read_output, written
+from llmgw.agent.output import last_lines, read_output, written
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import ProcessId, Tree
 from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline, Stillness
 from llmgw.agent.shardfolder import AttemptFolder, Intent
-from llmgw.fleet.shard import EngineLoad, ShardState
+from llmgw.engines.failures import UNKNOWN, given_up
+from llmgw.fleet.shard import Diagnosis, EngineLoad, ShardExit, ShardState
 from llmgw.fleet.units import show_duration
 from llmgw.interfaces import IEngineAdapter, Phase
 
@@ -41,8 +42,8 @@ class Watched(Protocol):
     def serves(self, reason: str) -> None:
         """It answers for its model."""
 
-    def cannot(self, code: str, reason: str) -> None:
-        """It will never be ready, or never again; C{code} is a stable word."""
+    def cannot(self, code: str, reason: str, why: Diagnosis | None = None) -> None:
+        """It will never be ready, or never again; C{code} is a stable word, C{why} the reason with its cause and what to do."""
 
     def changed(self) -> None:
         """Its health is another."""
@@ -108,13 +109,20 @@ class Observer:
         self._deadline.saw(now, self._read, self._memory(now))
         if self._deadline.over(self._reactor.seconds()):
             spent = show_duration(self._reactor.seconds() - self._deadline.began)
-            self._watched.cannot("start_timeout", f"not ready after {spent}: {self._obstacle or self.phase or 'it said nothing'}")
+            at = ", ".join(filter(None, [self.phase and f"it is at: {self.phase}", self._obstacle]))
+            self._give_up("start_timeout", f"not ready after {spent}: {at or 'it said nothing'}")
+
+    def _give_up(self, code: str, text: str) -> None:
+        """It will not be ready, or works no more, and does not end by itself."""
+        watched = self._watched
+        tail = last_lines(watched.folder.path, watched.intent.key)
+        judged = watched.adapter.diagnose(ShardExit(), tail) if watched.adapter else Diagnosis(UNKNOWN, "")
+        watched.cannot(code, text, given_up(code, text, self.phase, judged))
 
     def _judge_follower(self, now: float) -> None:
         """A rank without HTTP is ready when it has said so once, or when it lives and says nothing."""
         if self._joined or (not self.phase and now - self._deadline.began > EVERY):
             self._watched.serves("the engine runs; this rank serves no HTTP")
-        self._obstacle = f"it is at: {self.phase}" if self.phase else ""
 
     async def _ask(self) -> None:
         verdict = await self._probe.serving(self._watched.intent, self._pids)
@@ -176,7 +184,7 @@ class Observer:
         if before != self.health.healthy:
             self._watched.changed()
         if self.health.hangs(now):
-            self._watched.cannot("hung", f"it hangs: no answer, no token and no output for {HUNG_AFTER:g} s ({problem})")
+            self._give_up("hung", f"it hangs: no answer, no token and no output for {HUNG_AFTER:g} s ({problem})")
 
     async def _ask_load(self, intent: Intent) -> None:
         if not intent.metrics or self._watched.adapter is None:

@@ -72,6 +72,14 @@ def read_stat(pid: int) -> Stat | None:
     return Stat(pid, int(part[1]), int(part[19]), part[0] not in b"ZX" or int(part[17]) > 1)
 
 
+def hanging(pid: int) -> str:
+    """The process, and where in the kernel it hangs, if that may be read: C{pid 12 (in uvm_spin_loop)} is the driver's fault."""
+    where = ""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        where = file.read().strip("\0\n 0")
+    return f"pid {pid} (in {where})" if where else f"pid {pid}"
+
+
 def process_table() -> dict[int, Stat]:
     """Every process there is. Takes about 20 microseconds each."""
     return {int(name): stat for name in os.listdir("/proc") if name.isdigit() and (stat := read_stat(int(name)))}

@@ -28,7 +28,7 @@ from llmgw.agent.life import begin_life
 from llmgw.agent.observer import Observer
 from llmgw.agent.output import last_lines
 from llmgw.agent.ports import with_holders
-from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, is_alive, marks_of, oom_kills
+from llmgw.agent.processes import ExitWatch, ProcessId, Tree, boot_id, hanging, is_alive, marks_of, oom_kills
 from llmgw.agent.reports import Surroundings, Transition, describe
 from llmgw.agent.shardfolder import AttemptFolder, Intent, Outcome, Reached, Run
 from llmgw.agent.shim import keep_bounded
@@ -241,10 +241,10 @@ class Supervisor:
         if not self._left:
             self._life.serves(reason)
 
-    def cannot(self, code: str, reason: str) -> None:
+    def cannot(self, code: str, reason: str, why: Diagnosis | None = None) -> None:
         """It will never be ready, or never again."""
         if not self._left and self._ending is None and not self.is_over:
-            self.code = code
+            self.code, self.diagnosis = code, why
             self._life.fail(reason, False)
 
     def waits(self, reason: str) -> None:
@@ -399,7 +399,9 @@ class Supervisor:
         before = set(self.conditions)
         self.conditions = {text for text in before if not text.startswith("stuck")}
         if pids:
-            self.conditions.add(f"stuck: SIGKILL does not end pid {', '.join(map(str, pids[:10]))}")
+            self.conditions.add(
+                f"stuck: SIGKILL does not end {', '.join(map(hanging, pids[:10]))}: reboot the node if it stays so"
+            )
         if self.conditions != before:
             self.changed()
 

@@ -206,6 +206,33 @@ def _unknown(engine: str, exit: ShardExit, text: str) -> Diagnosis:
     return Diagnosis(UNKNOWN, f"{ended}: {complaint[:300]}" if complaint else ended, "Read its output: `llmgw logs SHARD`.")
 
 
+def given_up(code: str, text: str, phase: str, judged: Diagnosis) -> Diagnosis:
+    """Why the agent ends an engine that does not end by itself: by what its output says, else with what can be done.
+
+    @param code: C{start_timeout}, C{hung} or another word of the agent's; C{text} is its sentence.
+    @param phase: what the engine was at.
+    @param judged: the adapter's word on its output so far. Of one that served it counts nothing: that is full of others' faults.
+    """
+    if code == "start_timeout" and judged.cause != UNKNOWN:
+        return Diagnosis(judged.cause, f"{text}. {judged.text}", judged.advice)
+    if code == "start_timeout" and phase == "weights":
+        return Diagnosis(CLEAN, text, _SLOW_WEIGHTS)
+    cause, advice = _GIVEN_UP.get(code, (RETRY, "Read its output: `llmgw logs SHARD`."))
+    return Diagnosis(cause, text, advice)
+
+
+_SLOW_WEIGHTS = (
+    "See whether the file system of the weights still answers, and how fast it reads; raise `start_timeout` if it is only slow."
+)
+_GIVEN_UP = {
+    "start_timeout": (RETRY, "Raise `start_timeout` if it is only slow; else see what it waits for: `llmgw logs SHARD`."),
+    "hung": (
+        CLEAN,
+        "All of it is ended and it is started anew. If that repeats, look for a GPU error (Xid) and try another engine version.",
+    ),
+}
+
+
 def _of_kernel(engine: str, exit: ShardExit) -> Diagnosis:
     """F35: no text can say so, since who is killed for memory says nothing any more; the cgroup's counter does."""
     return Diagnosis(

@@ -7,7 +7,7 @@ but for C{SIGQUIT received} in the output, which is a consequence, so it stands 
 from __future__ import annotations
 
 from llmgw.engines.failures import CONFIGURATION, PORT_TAKEN, RETRY, UNKNOWN, Failure, failure
-from llmgw.engines.torch_failures import ANY_TORCH, raised
+from llmgw.engines.torch_failures import ANY_TORCH, RANK_LOST, raised
 
 FAILURES: tuple[Failure, ...] = (
     failure(
@@ -91,6 +91,7 @@ FAILURES: tuple[Failure, ...] = (
 GUESSES: tuple[Failure, ...] = (
     raised("AssertionError"),
     raised("ValueError"),
+    RANK_LOST,
     failure(
         r"Health check failed\. Server couldn't get a response from detokenizer for last (?P<time>\d+) seconds",
         RETRY,

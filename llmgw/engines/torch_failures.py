@@ -149,6 +149,16 @@ ANY_TORCH: tuple[Failure, ...] = (
 )
 
 
+# Said by what is left when another rank has gone: never the cause where any other is known.
+RANK_LOST = failure(
+    r"Failed to check the \"should dump\" flag on TCPStore|(?:recvValue|sendBytes) failed on SocketImpl",
+    RETRY,
+    "the rank that it met at the start, rank 0, is gone",
+    "Read that one's output, `llmgw logs MODEL/NUMBER/0`; ranks are always started anew together.",
+    id="F7",
+)
+
+
 def raised(*kinds: str) -> Failure:
     """A guess by what one of these exceptions of Python says."""
     advice = "Correct the profile, if this is about a setting; else read its output."

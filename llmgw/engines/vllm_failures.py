@@ -7,7 +7,7 @@ initialization failed}, C{EngineDeadError}) is not here, so that it never hides 
 from __future__ import annotations
 
 from llmgw.engines.failures import CLEAN, CONFIGURATION, NODE, RETRY, Failure, failure
-from llmgw.engines.torch_failures import ANY_TORCH, raised
+from llmgw.engines.torch_failures import ANY_TORCH, RANK_LOST, raised
 
 _FRACTION = "Lower `context` or `max-num-seqs`, use more devices, or claim more with `resources.device_memory`."
 _NEEDS_CACHE = (
@@ -197,6 +197,13 @@ FAILURES: tuple[Failure, ...] = (
         _LOGS,
     ),
     failure(
+        r"Timed out waiting for engines to send ?initial message",
+        CLEAN,
+        "its API server gave up waiting for its engine, which still warmed up and would have gone on without it",
+        "Raise VLLM_ENGINE_READY_TIMEOUT_S in `environment` and `start_timeout` (DeepGEMM compiles for 20 m); keep its caches.",
+        id="F2",
+    ),
+    failure(
         r"(?:Timed out waiting for engine core|[Ee]ngine core.* not ready in (?P<time>\d+))",
         RETRY,
         "it gave up waiting for its own engine, which loads or compiles for long",
@@ -215,6 +222,7 @@ GUESSES: tuple[Failure, ...] = (
     ),
     failure(r"Value error, (?P<why>.+?)(?: \[type=|$)", CONFIGURATION, "{why}", "Correct the profile."),
     raised("ValueError"),
+    RANK_LOST,
     failure(
         r"No available shared memory broadcast block found in 60 seconds",
         RETRY,

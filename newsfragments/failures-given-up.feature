@@ -1,0 +1,1 @@
+An engine that is ended because it never became ready or hangs is told with its cause and what to do: its output's own first cause, the weights' file system where it read weights, or that it is started anew; a process that SIGKILL does not end is told with where in the kernel it hangs; ranks that met a head which is gone say so (F2, F7, F16, F39).

@@ -399,9 +399,7 @@ class Supervisor:
         before = set(self.conditions)
         self.conditions = {text for text in before if not text.startswith("stuck")}
         if pids:
-            self.conditions.add(
-                f"stuck: SIGKILL does not end {', '.join(map(hanging, pids[:10]))}: reboot the node if it stays so"
-            )
+            self.conditions.add(f"stuck: SIGKILL does not end {', '.join(map(hanging, pids[:10]))}: reboot the node")
         if self.conditions != before:
             self.changed()
 

@@ -15,6 +15,7 @@ from twisted.internet.threads import deferToThread
 
 from llmgw.cli.client import Refused
 from llmgw.fleet.shard import ShardState
+from llmgw.server.workers import NotRouting
 from llmgw.store.errors import StoreError
 from llmgw.testing.simagents import SimEngine
 from llmgw.testing.simulate import model
@@ -118,6 +119,29 @@ async def test_apply_diffs_checks_and_keeps(rig_of):
     assert (bad.status, bad.code) == (400, "invalid") and any("/x/models.yaml:2" in problem for problem in bad.problems)
     gone = await rig.post("/v1/apply", text=YAML.format(count=1), path="/x/models.yaml", allow_removals=True)
     assert gone["removed"] == ["keep"]
+
+
+@pytest_twisted.ensureDeferred
+async def test_apply_says_when_a_router_does_not_have_it_in_time(rig_of):
+    """Nothing is undone for that: it is told which, and that it gets it."""
+    rig, asked = await rig_of(), []
+
+    def silent(version, timeout):
+        asked.append(version)
+        return fail(NotRouting(version, {0: version, 1: version - 1}, timeout))
+
+    rig.routers.when_routing = silent
+    done = await rig.post("/v1/apply", text=YAML.format(count=1), path="/x/models.yaml")
+    assert asked and not done["routed"] and done["revision"] == 1
+    assert f"worker 1 by {asked[-1] - 1}" in done["lines"][-1] and "nothing has to be applied again" in done["lines"][-1]
+    rig.routers.publish = lambda table: fail_with(OSError(28, "No space left on device"))
+    full = await rig.post("/v1/apply", text=YAML.format(count=1).replace("name: m", "name: n"), path="/x/models.yaml")
+    assert not full["routed"] and "cannot be written" in full["lines"][-1] and "No space left" in full["lines"][-1]
+
+
+def fail_with(error):
+    """Raise it."""
+    raise error
 
 
 @pytest_twisted.ensureDeferred

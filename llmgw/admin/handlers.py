@@ -33,6 +33,7 @@ Handler = Callable[[Fields], Awaitable[Data]]
 MAX_WAIT = 60.0
 MAX_EVENTS = 1000
 DAY = 86400.0
+_LATE = "It gets it when it can, nothing has to be applied again; which server is silent says: llmgw status"
 _SUMS = ("requests", "failures", "prompt_tokens", "completion_tokens", "cached_tokens", "seconds")
 
 
@@ -116,9 +117,12 @@ class Handlers:
             check_revision=revision,
             allow_outage=fields.flag("allow_outage"),
         )
+        late = await self._server.controller.when_routed()
+        lines = [*done.lines, *([f"not every router has it yet: {late}. {_LATE}"] if late else [])]
         return {
             "text": f"catalog {done.revision}",
-            "lines": [f"  {line}" for line in done.lines],
+            "lines": [f"  {line}" for line in lines],
+            "routed": not late,
             "revision": done.revision,
             "added": [model.name for model in done.diff.added],
             "changed": [change.name for change in done.diff.changed],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from attrs import evolve, frozen
-from twisted.internet.defer import Deferred
+from twisted.internet.defer import CancelledError, Deferred
 from twisted.internet.task import LoopingCall
 from twisted.logger import Logger
 from twisted.python.failure import Failure
@@ -103,7 +103,7 @@ class Controller:
         self._expires: dict[str, float] = {}
         self._given_ports: dict[str, tuple[int, int]] = {}
         self._broken: dict[str, str] = {}
-        self._to_route: list[Deferred[None]] = []
+        self._to_route: list[Deferred[str]] = []
         self.clocks = clocks or Clocks()
         self.name = name
         self.timing = timing
@@ -154,7 +154,7 @@ class Controller:
             self._call = None
         waiting, self._to_route = self._to_route, []
         for each in waiting:
-            each.callback(None)
+            each.callback(f"{self.name} leads no more; whoever does tells the routers")
 
     def touch(self) -> None:
         """Something happened: plan soon, once for all that happens until then. A plan that took long is given more time to come
@@ -356,18 +356,25 @@ class Controller:
         self.routing.publish(truth, self.members, self.outcome, self.leadership.epoch)
         waiting, self._to_route = self._to_route, []
         for each in waiting:
-            self.routing.when_current().chainDeferred(each)
+            each.callback("")
         wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing)
         if self.emission.port is not None:
             self.emission.port.expected = len(truth.nodes)
         self.emission.send(wanted, {name: here.session for name, here in self.members.present.items()}, truth.revision)
 
-    def when_routed(self) -> Deferred[None]:
-        """Fires when all routers route by what is in force after the next plan; or after a while, with a warning in the log."""
-        waiting: Deferred[None] = Deferred()
-        self._to_route.append(waiting)
+    def when_routed(self) -> Deferred[str]:
+        """Fires with an empty text when all routers route by what is in force after the next plan; or after a while, with who
+        does not, or why there was no plan.
+        """
+        planned: Deferred[str] = Deferred(lambda _: self._to_route.remove(planned))
+        self._to_route.append(planned)
         self.touch()
-        return waiting
+        planned.addTimeout(self.routing.PATIENCE, self._reactor, self._not_planned)
+        return planned.addCallback(lambda problem: problem or self.routing.when_current())
+
+    def _not_planned(self, failure: Any, seconds: float) -> Any:
+        failure.trap(CancelledError)
+        return self.commits.failing or f"no plan was made for {seconds:g} s"
 
     def change(self, make: Callable[[], Iterable[Change]]) -> Deferred[int]:
         """What an operator changes: see L{Commits.change}. A plan follows."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from twisted.internet.defer import Deferred
+from twisted.internet.defer import Deferred, succeed
 from twisted.logger import Logger
 from twisted.python.failure import Failure
 
@@ -60,6 +60,7 @@ class Routing:
 
     @ivar before: the last table, at first the one that was on disk.
     @ivar unrouted: replicas that are leaving and that no router sends requests to any more.
+    @ivar problem: why the last table could not be given to the routers, empty if it could.
     @ivar draining: whether any replica is on its way out, so that its requests should be watched.
     """
 
@@ -79,6 +80,7 @@ class Routing:
         self._published = False
         self.before: Table | None = None
         self.unrouted: set[str] = set()
+        self.problem = ""
 
     @property
     def draining(self) -> bool:
@@ -147,16 +149,20 @@ class Routing:
             try:
                 version = self._routers.publish(table)
             except (OSError, LlmgwError) as error:
-                self.log.error("the routing table cannot be written, the old one stays in force: {error}", error=str(error))
+                self.problem = f"the routing table cannot be written, the old one stays in force: {error}"
+                self.log.error("{problem}", problem=self.problem)
                 return
+            self.problem = ""
             self.before = msgspec.structs.replace(table, version=version)
             self._published = True
         self._follow_leaving(truth)
 
-    def when_current(self) -> Deferred[None]:
-        """Fires when every router routes by the table in force, at the latest after L{PATIENCE}."""
+    def when_current(self) -> Deferred[str]:
+        """Fires with an empty text when every router routes by the table in force; after L{PATIENCE} with who does not."""
+        if self.problem:
+            return succeed(self.problem)
         version = self.before.version if self.before is not None else 0
-        return self._routers.when_routing(version, self.PATIENCE).addErrback(self._warn_late).addCallback(lambda _: None)
+        return self._routers.when_routing(version, self.PATIENCE).addCallbacks(lambda _: "", self._warn_late)
 
     def _secret(self, path: str) -> str:
         if path not in self._secrets:
@@ -190,9 +196,10 @@ class Routing:
         else:
             self._acknowledged(None, replicas)
 
-    def _warn_late(self, failure: Failure) -> None:
+    def _warn_late(self, failure: Failure) -> str:
         failure.trap(LlmgwError)
         self.log.warn("not every router has acknowledged the routing table: {error}", error=str(failure.value))
+        return str(failure.value)
 
     def _acknowledged(self, _: object, replicas: set[str]) -> None:
         self._waiting -= replicas

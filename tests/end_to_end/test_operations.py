@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from llmgw.cli.client import Client, Local
 from tests.end_to_end.fleet import QUICK, fake_model, processes, until
 
 
@@ -33,6 +34,16 @@ def test_apply_adds_a_model_and_absence_removes_none(serving):
     until(lambda: "m" not in [row["name"] for row in serving.status()["models"]], "m is gone")
     assert serving.ask("m")[0] == 404
     assert serving.ask("two")[0] == 200
+
+
+def test_what_was_applied_is_routed_when_apply_returns(serving):
+    """Nobody who asks right after it gets a 404, nor for a model that is gone an answer."""
+    operator = Client(Local(str(serving.socket)))
+    for number in range(5):
+        models = f"models:{fake_model('m', 1)}    aliases: [a{number}]\n"
+        done = operator.post("/v1/apply", text=models, path="models.yaml")
+        asked = [serving.ask(name)[0] for name in (f"a{number}", f"a{number - 1}")]
+        assert done["routed"] and asked == [200, 404]
 
 
 def test_sighup_takes_a_good_file_and_keeps_the_old_for_a_bad_one(serving):

@@ -48,3 +48,33 @@ def test_wait_looks_at_the_profile_and_at_restarts(admin, capsys):  # noqa: F811
     admin.answers["GET /v1/status"] = {"models": [back]}
     assert admin.run("wait", "m") == 1
     assert "m: rolled back to profile old after 3 failed attempts; see: llmgw rollout m" in capsys.readouterr().err
+
+
+def test_wait_says_that_the_old_ones_serve_while_their_successor_fits_nowhere(admin, capsys, monkeypatch):  # noqa: F811
+    """Nobody is without an answer: it says how many serve, with what, and what the new profile waits for."""
+    monkeypatch.setattr("llmgw.cli.catalog.POLL", 0.01)
+    why = "m/1 should be replaced (its profile changed (old -> new)) but its successor fits nowhere; it stays as it is"
+    held = {"name": "m", "wanted": 2, "ready": 2, "generation": "new", "reason": why, "rollout": {"state": "running"}}
+    held["replicas"] = [replica("m/1", "old"), replica("m/2", "old")]
+    admin.answers["GET /v1/status"] = {"models": [held]}
+    assert admin.run("wait", "m", "--timeout", "100ms") == 1
+    said = capsys.readouterr().err
+    assert f"m is not changed after 0.1 s: 2/2 serve, 2 as before the change, which waits: {why}; see: llmgw rollout m" in said
+    loading = {"id": "m/3", "state": "loading", "generation": "new", "shards": [{"node": "n1", "state": "loading"}]}
+    admin.answers["GET /v1/status"] = {"models": [held | {"replicas": [replica("m/2", "old"), replica("m/4", "new"), loading]}]}
+    assert admin.run("wait", "m", "--timeout", "100ms") == 1
+    assert "2/2 serve, 1 as before the change, which waits: n1 loading" in capsys.readouterr().err
+
+
+def test_apply_waits_for_what_it_changed_if_asked(admin, tmp_path, capsys, monkeypatch):  # noqa: F811
+    """--wait: what was done is said at once, and the end is that of the last model; what was kept is not waited for."""
+    monkeypatch.setattr("llmgw.cli.catalog.POLL", 0.01)
+    file = tmp_path / "models.yaml"
+    file.write_text("models: []\n")
+    admin.answers["POST /v1/apply"] = {"text": "catalog 2", "lines": ["  add m"], "added": ["m"], "changed": ["k"], "kept": ["x"]}
+    m = {"name": "m", "wanted": 1, "ready": 1, "generation": "g", "replicas": [replica("m/1", "g")]}
+    admin.answers["GET /v1/status"] = [{"models": [m | {"name": "k"}, one]} for one in (m | {"ready": 0, "replicas": []}, m, m)]
+    assert admin.run("apply", str(file), "--wait", "--timeout", "20s") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "catalog 2\n  add m\nm is ready: 1/1\nk is ready: 1/1\n" and "m: 0/1 ready" in captured.err
+    assert len(admin.asked) == 4

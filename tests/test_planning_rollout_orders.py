@@ -199,7 +199,7 @@ def test_rollout_shows_how_far_it_is():
     apply(fleet, model("m", 2, version=2))
     fleet.until(lambda: "m/3" in fleet.routers.routed, "the first successor")
     shown = Rollouts(fleet.controller).show("m")
-    assert shown["text"] == f"m: running: 1 of 2 replicas run profile {NEW}, before {OLD}"
+    assert shown["text"] == f"m: running: 1 of 2 replicas run profile {NEW}; 1 serves with {OLD}, the one before"
     assert (shown["changed"], shown["wanted"], shown["back"]) == (1, 2, OLD)
     assert any(line.startswith("  m/3  ") and line.endswith(f"profile {NEW}  ready") for line in shown["lines"])
 
@@ -370,3 +370,14 @@ def test_a_model_that_does_not_serve_needs_no_decision():
     assert apply(fleet, model("m", 0, version=2), dry_run=True).decisions == ()
     decision = decide(Draft(fleet.controller.world()), "m")
     assert decision.way is Way.START and decision.text == "nothing of it serves that has to be replaced"
+
+
+def test_a_change_that_fits_nowhere_says_that_the_old_ones_serve():
+    """The command counts who serves with the profile before, and says why nobody has the new one."""
+    fleet = serving({"a": 2}, [model("m", 2)])
+    apply(fleet, model("m", 2, devices=3, version=2))
+    fleet.run(10)
+    shown = Rollouts(fleet.controller).show("m")
+    assert f"m: running: 0 of 2 replicas run profile {shown['generation']}; 2 serve with {OLD}, the one before" in shown["text"]
+    assert shown["serving_before"] == 2
+    assert "its successor fits nowhere; it stays as it is" in shown["lines"][-1]

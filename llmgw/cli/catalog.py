@@ -16,6 +16,7 @@ from llmgw.fleet.units import show_duration
 
 FILE = click.argument("file", type=click.Path(path_type=Path))
 REMOVALS = click.option("--allow-removals", is_flag=True, help="Also remove models that are missing from FILE.")
+TIMEOUT = click.option("--timeout", type=duration, default="30m", show_default=True, help="How long to wait.")
 POLL = 0.5
 
 
@@ -38,9 +39,13 @@ def read_text(file: Path) -> str:
 @REMOVALS
 @click.option("--check-revision", type=click.IntRange(0), metavar="N", help="Refuse if the catalog in force is not N any more.")
 @click.option("--allow-outage", is_flag=True, help="Even if a model's only replica has to stop before its successor starts.")
+@click.option("--wait", is_flag=True, help="Return only when what was added or changed is ready.")
+@TIMEOUT
 @json_option
 @pass_session
-def apply_command(session: Session, file: Path, allow_removals: bool, check_revision: int | None, allow_outage: bool) -> None:
+def apply_command(
+    session: Session, file: Path, allow_removals: bool, check_revision: int | None, allow_outage: bool, wait: bool, timeout: float
+) -> None:
     """Make the models in FILE the catalog in force.
 
     A changed profile replaces a model's replicas one at a time; how is said at once. Follow it with: llmgw rollout MODEL.
@@ -50,7 +55,12 @@ def apply_command(session: Session, file: Path, allow_removals: bool, check_revi
     """
     body: dict[str, Any] = {"text": read_text(file), "path": str(file.absolute()), "allow_removals": allow_removals}
     body |= {"allow_outage": True} if allow_outage else {}
-    session.show(session.client.post("/v1/apply", **body, check_revision=check_revision))
+    answer = session.client.post("/v1/apply", **body, check_revision=check_revision)
+    session.show(answer)
+    until = time.monotonic() + timeout
+    for model in [*answer.get("added", ()), *answer.get("changed", ())] if wait else ():
+        found = _wait(session.client, model, until, timeout)
+        click.echo(_done(model, found), err=session.as_json)
 
 
 @click.command(name="explain")
@@ -64,7 +74,7 @@ def explain_command(session: Session, model: str) -> None:
 
 @click.command(name="wait")
 @click.argument("model")
-@click.option("--timeout", type=duration, default="30m", show_default=True, help="How long to wait.")
+@TIMEOUT
 @json_option
 @pass_session
 def wait_command(session: Session, model: str, timeout: float) -> None:
@@ -73,7 +83,11 @@ def wait_command(session: Session, model: str, timeout: float) -> None:
     Fails when the time is over, when there is no such model, and when a replica has failed for good.
     """
     found = _wait(session.client, model, time.monotonic() + timeout, timeout)
-    session.show(found, lambda: f"{model} is ready: {found.get('ready', 0)}/{found.get('wanted', 0)}")
+    session.show(found, lambda: _done(model, found))
+
+
+def _done(model: str, found: Answer) -> str:
+    return f"{model} is ready: {found.get('ready', 0)}/{found.get('wanted', 0)}"
 
 
 def _wait(client: Client, model: str, until: float, timeout: float) -> Answer:
@@ -86,7 +100,8 @@ def _wait(client: Client, model: str, until: float, timeout: float) -> Answer:
             click.echo(escape(f"{model}: {state}"), err=True)
             said = state
         if time.monotonic() >= until:
-            raise NotReady(f"{model} is not ready after {show_duration(timeout)}: {state}; see: llmgw explain {model}")
+            what, see = ("changed", "rollout") if found and _before(found) else ("ready", "explain")
+            raise NotReady(f"{model} is not {what} after {show_duration(timeout)}: {state}; see: llmgw {see} {model}")
         time.sleep(min(POLL, max(0.0, until - time.monotonic())))
 
 
@@ -102,6 +117,19 @@ def _current(found: Answer) -> int:
         return int(found.get("ready", 0))
     ready = [replica for replica in found.get("replicas") or () if replica.get("state") == "ready" and not replica.get("replace")]
     return sum(replica.get("generation") == found["generation"] for replica in ready)
+
+
+def _before(found: Answer) -> int:
+    """How many ready replicas serve until another takes their place."""
+    return max(0, int(found.get("ready", 0)) - _current(found))
+
+
+def _stands(found: Answer, why: str) -> str:
+    """Where it stands, in words."""
+    wanted, before = found.get("wanted", 0), _before(found)
+    if not before:
+        return f"{_current(found)}/{wanted} ready: {why}".rstrip(": ")
+    return f"{found.get('ready', 0)}/{wanted} serve, {before} as before the change, which waits: {why}".rstrip(": ")
 
 
 def _state(found: Answer) -> str:
@@ -124,7 +152,7 @@ def _look(client: Client, model: str) -> tuple[Answer | None, str]:
     waiting = [replica for replica in found.get("replicas") or () if replica.get("state") != "ready"]
     # No duration in these words: they are printed whenever they change.
     words = " · ".join(replica_text(_timeless(replica), 0) for replica in waiting)
-    state = f"{_current(found)}/{found.get('wanted', 0)} ready" + (f": {words or found.get('reason') or ''}").rstrip(": ")
+    state = _stands(found, words or found.get("reason") or "")
     if waiting and all(replica.get("state") == "failed" for replica in waiting) and _state(found) != "running":
         raise NotReady(f"{model} will not become ready by itself: {state}; then: llmgw restart {model}")
     return found, state

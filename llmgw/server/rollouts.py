@@ -103,7 +103,8 @@ _DONE = {"pause": "paused", "resume": "resumed", "undo": "undone"}
 def rollout_data(controller: Controller, model: Model, replicas: list[Replica]) -> Data | None:
     """A model's rollout as C{status --json} shows it, None before anything of it was ready.
 
-    C{changed} counts the ready replicas of the profile that is in force, C{wanted} how many there shall be.
+    C{changed} counts the ready replicas of the profile that is in force, C{wanted} how many there shall be, C{serving_before}
+    those that serve with another one meanwhile.
     """
     record = controller.truth.rollouts.get(model.name)
     if record is None:
@@ -119,6 +120,7 @@ def rollout_data(controller: Controller, model: Model, replicas: list[Replica]) 
         "failures": list(record.failures),
         "budget": model.rollout.failures,
         "changed": sum(one.ready and one.generation == generation for one in replicas),
+        "serving_before": sum(one.ready and one.generation != generation for one in replicas),
         "wanted": wanted(model, controller.demand.wanted),
     }
 
@@ -136,7 +138,8 @@ def _standing(data: Data, model: Model) -> str:
     failed = f"; {len(data['failures'])} of {data['budget']} failed attempts used" if data["failures"] else ""
     progress = f"{data['changed']} of {data['wanted']} replicas run profile {data['generation']}"
     if state == RolloutState.RUNNING:
-        before = f", before {data['back']}" if data["back"] else ""
+        count = data["serving_before"]
+        before = f"; {count} serve{'s' * (count == 1)} with {data['back']}, the one before" if data["back"] else ""
         return f"running: {progress}{before}{failed}"
     if state == "paused":
         return f"paused, between profiles {data['back']} and {data['target']}{failed}; go on: llmgw rollout {model.name} --resume"

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from attrs import evolve
@@ -83,6 +84,23 @@ def test_the_stand_in_leaves_its_engine_behind_when_killed(tmp_path):
         assert engine.terminate() == 0
         with contextlib.suppress(ProcessLookupError):
             until(lambda: os.kill(core, 0), 2)
+
+
+def test_sigterm_is_ignored_while_it_loads_and_waits_for_requests(tmp_path):
+    """As vLLM does by --shutdown-timeout: a stream ends whole, health stays good, and new requests fail meanwhile."""
+    with started(tmp_path, STANDIN="--load-seconds 1 --interval 0.1 --events 10") as engine:
+        until(lambda: any("Starting to load" in line for line in engine.lines))
+        engine.process.terminate()
+        engine.ready(10)
+        ask = {"model": "default", "messages": [{"role": "user", "content": "x"}], "stream": True}
+        with ThreadPoolExecutor() as pool:
+            stream = pool.submit(engine.request, "/v1/chat/completions", ask)
+            until(lambda: vllm.load(engine.request("/metrics")[1]).running == 1)
+            engine.process.terminate()
+            until(lambda: engine.request("/v1/chat/completions", ask)[0] == 500)
+            assert engine.request("/health")[0] == 200
+            assert stream.result(10)[1].rstrip().endswith("data: [DONE]")
+        assert engine.process.wait(5) == 0
 
 
 def test_a_headless_rank_listens_nowhere(tmp_path):

@@ -3,7 +3,8 @@
 Its command line is read by C{argparse} from the list of vLLM's own options, so what vLLM would refuse is refused here, with
 the same words and status. It is reached only when it has loaded, keeps its key to C{/v1}, and runs a process titled
 C{VLLM::EngineCore} that a SIGKILL of the server leaves behind, as vLLM's does (a minute long here); when that one dies,
-so does the server, with status 0. C{$STANDIN} holds options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
+so does the server, with status 0. SIGTERM does nothing while it loads, and later waits for running requests. C{$STANDIN}
+holds options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ class Standin(fake_engine.Engine):
         self.options = options
         self.core = core
         self.watch: asyncio.Future[None] | None = None
+        self.ending: asyncio.Future[None] | None = None
         developing = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
         self.turns = ("/sleep", "/wake_up") if developing and options.enable_sleep_mode else ()
 
@@ -195,8 +197,22 @@ class Standin(fake_engine.Engine):
         os._exit(0)
 
     def end(self) -> None:
-        """SIGTERM ends the engine's process, too."""
+        """SIGTERM: nothing while it loads; else the end, for which running requests have C{--shutdown-timeout} seconds."""
+        if self.loaded and self.ending is None:
+            self.ending = asyncio.ensure_future(self.finish())
+
+    async def finish(self) -> None:
+        """Let running requests finish; the engine's process ends with the server."""
+        limit = time.monotonic() + (self.options.shutdown_timeout or 0)
+        while self.running and time.monotonic() < limit:
+            await asyncio.sleep(0.05)
         self.exit(0)
+
+    async def post(self, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Once it ends, new requests fail, while C{/health} is as before."""
+        if self.ending is not None:
+            return self.error(writer, 500, "EngineCore is shutting down")
+        return await super().post(path, body, reader, writer)
 
     def exit(self, code: int) -> NoReturn:
         """Take the engine's process along."""

@@ -12,7 +12,7 @@ from twisted.python import usage
 from llmgw.agent.service import make_agent
 from llmgw.config.agent import AgentSettings, read_agent
 from llmgw.config.text import read_file
-from llmgw.daemon import Lifecycle, SystemdNotify, refuse_configuration, steady_clock
+from llmgw.daemon import Lifecycle, SystemdNotify, awake_clock, refuse_configuration
 from llmgw.errors import LlmgwError
 
 
@@ -44,7 +44,7 @@ def makeService(options: Options, reactor: Any = None) -> MultiService:
     if reactor is None:
         from twisted.internet import reactor
 
-        steady_clock(reactor)
+        awake_clock(reactor)
     settings = options.settings
     top = MultiService()
     agent = make_agent(settings, reactor)

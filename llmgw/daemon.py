@@ -170,10 +170,58 @@ def _limit_stop() -> None:
 def steady_clock(reactor: Any) -> None:
     """Have all timers of this process run by a clock that nobody can set; call it before the first timer.
 
-    Twisted goes by the wall clock: one that is set back an hour would stop every timer for an hour, one that is set forward
-    would end every deadline at once.
+    It goes on while the process does not run, which leases need. Twisted goes by the wall clock: one that is set back an hour
+    would stop every timer for an hour, one that is set forward would end every deadline at once.
     """
     reactor.seconds = time.monotonic
+
+
+class AwakeClock:
+    """Counts the seconds in which this process ran: one that was stopped, or its machine suspended, saw nobody meanwhile.
+
+    By a clock that goes on, all deadlines of that time end at once when it goes on itself, before it has read what had come in
+    time; then an engine that is well looks hung. This one has gone on a second, after which the deadlines have as long as before.
+
+    @param monotonic: the clock that nobody can set.
+    """
+
+    log = Logger()
+    TICK = 1.0
+
+    def __init__(self, reactor: Any, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._last = monotonic()
+        self._lost = self._told = 0.0
+        self._looks = LoopingCall(self._look)
+        self._looks.clock = reactor
+
+    def seconds(self) -> float:
+        """The time; it has to be asked for once a C{TICK} while the process runs."""
+        now = self._monotonic()
+        if now - self._last > 2 * self.TICK:
+            self._lost += now - self._last - self.TICK
+        self._last = now
+        return now - self._lost
+
+    def start(self) -> None:
+        """Ask for it that often."""
+        self._looks.start(self.TICK, now=False)
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._looks.stop()
+
+    def _look(self) -> None:
+        lost, self._told = self._lost - self._told, self._lost
+        if lost:
+            self.log.warn("this process did not run for {lost:.0f} s; no deadline counts them", lost=lost)
+
+
+def awake_clock(reactor: Any) -> None:
+    """Have all timers of this process run by an L{AwakeClock}; call it before the first timer."""
+    clock = AwakeClock(reactor)
+    reactor.seconds = clock.seconds
+    clock.start()
 
 
 def give_up(reactor: Any, sentence: str, code: int = FAILED) -> None:

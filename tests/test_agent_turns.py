@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import time
 from urllib.parse import urlsplit
 
 import pytest
 import pytest_twisted
+from twisted.internet.task import deferLater
 
 from llmgw.agent.progress import Stillness
 from llmgw.agent.turns import Turns
+from llmgw.daemon import AwakeClock
 from llmgw.fleet.shard import EngineLoad, ShardState, Wanted
 from tests.agent_rig import FAKE, Rig, node_rigs, order, settle, until
 
@@ -146,6 +151,27 @@ async def test_an_engine_that_is_well_but_makes_no_token_is_ended_as_hung(rig, m
         await rig.reach(shard, ShardState.FAILED)
     assert shard.reason.startswith("it hangs: no answer, no token and no output for") and shard.code == "hung"
     assert shard.report().diagnosis.cause == "clean_and_retry" and "started anew" in shard.report().diagnosis.advice
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_freeze_of_the_agent_is_no_evidence_against_an_engine(rig, monkeypatch):
+    """One that it has found unhealthy, and that takes a moment more than the agent after both were away, has all of its time."""
+    clock = AwakeClock(rig.reactor)
+    clock.TICK = 0.2
+    clock.start()
+    monkeypatch.setattr(rig.reactor, "seconds", clock.seconds)
+    monkeypatch.setattr("llmgw.agent.observer.EVERY", 0.01)
+    monkeypatch.setattr("llmgw.agent.progress.HUNG_AFTER", 3.5)
+    rig.around.probe._deadline = 0.3
+    shard = await rig.ready()
+    os.kill(shard.tree.engine.pid, signal.SIGSTOP)
+    await until(rig.reactor, lambda: not shard.report().healthy, "unhealthy")
+    time.sleep(3.5)  # the reactor does not run, as in a process that is stopped
+    await deferLater(rig.reactor, 0.6)
+    os.kill(shard.tree.engine.pid, signal.SIGCONT)
+    await until(rig.reactor, lambda: shard.report().healthy, "healthy again")
+    assert shard.state is ShardState.READY
+    clock.stop()
 
 
 @pytest_twisted.ensureDeferred

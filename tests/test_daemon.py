@@ -11,10 +11,11 @@ import sys
 import time
 
 import pytest
-from twisted.logger import LogPublisher
+from twisted.internet.task import Clock
+from twisted.logger import LogPublisher, formatEvent, globalLogPublisher
 from twisted.python.log import LogPublisher as LegacyPublisher
 
-from llmgw.daemon import SystemdNotify
+from llmgw.daemon import AwakeClock, SystemdNotify
 from llmgw.logs import JsonLines, TextLines, escape
 
 PROGRAM = """
@@ -40,10 +41,11 @@ print("clean", flush=True)
 """
 
 
-def start(body: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def start(body: str, environment: dict[str, str] | None = None, stdin: int | None = None) -> subprocess.Popen[str]:
     program = PROGRAM.format(name="do", body=body)
     process = subprocess.Popen(
         [sys.executable, "-c", program],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -140,6 +142,53 @@ def until_heard(notify: socket.socket, heard: list[str], text: str) -> None:
     heard.append(notify.recv(500).decode())
     while heard[-1] != text:
         heard.append(notify.recv(500).decode())
+
+
+def test_a_process_that_was_stopped_hears_what_came_before_it_counts_deadlines():
+    """SIGSTOP past a deadline, the answer in time: it is read first, and the deadline has as long as it had before."""
+    process = start(
+        """
+    from llmgw.daemon import awake_clock
+    from twisted.internet.protocol import Protocol
+    from twisted.internet.stdio import StandardIO
+    awake_clock(reactor)
+    began = reactor.seconds()
+    reactor.callLater(2.5, lambda: print("late", reactor.seconds() - began, flush=True))
+    answer = Protocol()
+    answer.dataReceived = lambda data: print("heard", reactor.seconds() - began, flush=True)
+    StandardIO(answer)
+    """,
+        stdin=subprocess.PIPE,
+    )
+    process.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    process.stdin.write("answer\n")
+    process.stdin.flush()
+    while time.monotonic() - stopped < 4:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGCONT)
+    heard, late = process.stdout.readline().split(), process.stdout.readline().split()
+    process.send_signal(signal.SIGTERM)
+    finish(process, 5)
+    assert (heard[0], late[0]) == ("heard", "late")
+    assert float(heard[1]) < 2 and 2.5 <= float(late[1]) < 3.5
+
+
+def test_the_awake_clock_goes_on_a_second_at_most_between_two_looks():
+    """And never back; what it left out is in the log, once."""
+    now, clock = [100.0], Clock()
+    awake = AwakeClock(clock, lambda: now[0])
+    awake.start()
+    seen, said = [], []
+    observe = lambda event: said.append(formatEvent(event))  # noqa: E731
+    globalLogPublisher.addObserver(observe)
+    for step in (0.5, 1.0, 1.9, 60.0, 1.0, 3600.0):
+        now[0] += step
+        seen.append(awake.seconds())
+        clock.advance(1)
+    globalLogPublisher.removeObserver(observe)
+    assert seen == pytest.approx([100.5, 101.5, 103.4, 104.4, 105.4, 106.4])
+    assert said == [f"this process did not run for {lost} s; no deadline counts them" for lost in (59, 3599)]
 
 
 def test_systemd_hears_of_watchdog_status_and_stop(tmp_path):

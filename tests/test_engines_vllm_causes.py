@@ -62,6 +62,20 @@ def test_a_warning_about_a_low_limit_is_no_cause():
     assert full.text == "vLLM: it ran out of file descriptors"
 
 
+def test_an_engine_core_that_was_killed():
+    """Only the server tells of it, as of any other end of its core: what that said itself comes first."""
+    ends = (
+        "(APIServer pid=7) WARNING [core_client.py:817] [shutdown] MPClient: engine core exited unexpectedly; starting cleanup",
+    )
+    ends += (
+        "(APIServer pid=7) ERROR [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
+    )
+    told = vllm.diagnose(ShardExit(0), ("INFO serving", *ends))
+    assert (told.cause, told.text) == ("retry", "vLLM: its engine core was killed or crashed without a word")
+    spoke = vllm.diagnose(ShardExit(0), (CORE + "KeyError: 'nobody has seen this one'", *ends))
+    assert "nobody has seen this one" in spoke.text
+
+
 def test_the_cause_of_nothing_known():
     """Status 0 of an engine that should run, a signal, and the first exception."""
     assert "ended by itself with exit status 0" in vllm.diagnose(ShardExit(0), ()).text

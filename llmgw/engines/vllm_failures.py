@@ -215,6 +215,13 @@ FAILURES: tuple[Failure, ...] = (
 
 GUESSES: tuple[Failure, ...] = (
     failure(
+        # Killed, it says nothing itself; the server says this, then EngineDeadError, and ends with status 0.
+        r"\A(?![\s\S]*(?:EngineCore|Worker)\S* pid=\d+\) ERROR)[\s\S]*engine core exited unexpectedly",
+        RETRY,
+        "its engine core was killed or crashed without a word",
+        "Look for that process in the node's kernel log.",
+    ),
+    failure(
         r"validation errors? for \w+\n(?P<what>\w+)\n +(?P<why>.+?) \[type=",
         CONFIGURATION,
         "it cannot use the value of {what} ({why})",

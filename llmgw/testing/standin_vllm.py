@@ -192,6 +192,7 @@ class Standin(fake_engine.Engine):
         while os.waitpid(self.core, os.WNOHANG) == (0, 0):
             await asyncio.sleep(0.05)
         self.loaded = False
+        say("WARNING [core_client.py:817] [shutdown] MPClient: engine core exited unexpectedly; starting cleanup")
         say("ERROR [async_llm.py:1] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.")
         await asyncio.sleep(DEAD_SECONDS)
         os._exit(0)

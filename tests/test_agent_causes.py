@@ -5,13 +5,16 @@ neither work nor end, and what they leave behind. Numbers are those of the catal
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import pytest_twisted
 from attrs import evolve
 from twisted.internet.defer import Deferred
+from twisted.internet.task import deferLater
 
 from llmgw.agent import ending, processes
+from llmgw.agent.ports import has_address
 from llmgw.agent.processes import ProcessId, hanging, process_table
 from llmgw.engines.command import Command
 from llmgw.engines.vllm import vllm
@@ -155,3 +158,26 @@ async def test_f39_an_engine_that_stays_unhealthy_is_ended(rig, monkeypatch):
     told = shard.report().diagnosis
     assert (shard.code, told.cause, "Xid" in told.advice) == ("hung", "clean_and_retry", True)
     assert "503" in told.text
+
+
+@pytest_twisted.ensureDeferred
+async def test_c4_an_engine_whose_address_the_node_has_lost_is_unhealthy_and_not_ended(rig, monkeypatch):
+    """Nobody reaches it and nobody may route to it; when the address comes back, so does it."""
+    monkeypatch.setattr("llmgw.agent.observer.EVERY", 0.1)
+    monkeypatch.setattr("llmgw.agent.progress.HUNG_AFTER", 0.3)
+    monkeypatch.setattr("llmgw.agent.observer.has_address", lambda host: host != "127.0.0.1")
+    monkeypatch.setattr(rig.around.probe, "_deadline", 0.2)
+    shard = await rig.ready()
+    os.kill(shard.report().pid, signal.SIGSTOP)
+    gone = {"address_gone", "unhealthy: 127.0.0.1 is no address of this node any more"}
+    await until(rig.reactor, lambda: set(shard.report().conditions) == gone, lambda: shard.report().conditions)
+    await deferLater(rig.reactor, 1.0)
+    assert shard.state is ShardState.READY and not shard.report().healthy
+    os.kill(shard.report().pid, signal.SIGCONT)
+    await until(rig.reactor, lambda: shard.report().healthy and not shard.report().conditions)
+
+
+def test_c4_which_addresses_are_this_machines():
+    """Names are looked up elsewhere, so they count as such; 192.0.2.0/24 is nobody's."""
+    found = [has_address(host) for host in ("127.0.0.1", "::1", "gpu7.example", "192.0.2.1", "2001:db8::1")]
+    assert found == [True, True, True, False, False]

@@ -3,7 +3,8 @@ server's own logic shows of them, with simulated nodes, and where the others are
 
     C1   test_i_c8_a_clone_is_refused_while_the_holder_answers in test_server_fleetport_names.py
     C2   the same: a node is who its certificate says, whatever its hardware's id is; a copied disk is refused, never alternates
-    C4   here
+    C4   here, test_c4_an_engine_goes_on_at_its_nodes_old_address_until_it_is_told in end_to_end/test_fleet_cases.py, and
+         test_c4_an_engine_whose_address_the_node_has_lost_is_unhealthy_and_not_ended in test_agent_causes.py
     C5   test_i_c8_a_silent_holder_gives_way_after_three_seconds in test_server_fleetport_names.py
     C6   test_a_certificate_that_tls_refuses_is_explained_on_both_sides in test_link_refusals.py; engines outlive every link
     C7   test_i_c8_a_clone_is_logged_by_the_agent_in_the_servers_words in test_server_fleetport_names.py; whose
@@ -47,7 +48,7 @@ from twisted.internet.defer import Deferred, gatherResults
 
 from llmgw.fleet.model import Catalog
 from llmgw.fleet.records import DeviceCordon
-from llmgw.fleet.shard import ShardState
+from llmgw.fleet.shard import ADDRESS_GONE, ShardState
 from llmgw.planning.reconcile import explain
 from llmgw.testing.simulate import Fleet, model
 from llmgw.wire.messages import Done
@@ -91,15 +92,16 @@ class PortInUse(dict):
 def test_the_table_names_tests_that_exist():
     """A test that is renamed or deleted does not leave its case behind."""
     assert __doc__ is not None
-    for file in set(re.findall(r"test_\w+\.py", __doc__)):
+    for file in set(re.findall(r"(?:end_to_end/)?test_\w+\.py", __doc__)):
         assert (TESTS / file).is_file(), file
-    for name, file in re.findall(r"(test_\w+) in\s+(test_\w+\.py)", __doc__):
+    for name, file in re.findall(r"(test_\w+) in\s+((?:end_to_end/)?test_\w+\.py)", __doc__):
         assert f"def {name}(" in (TESTS / file).read_text(), name
 
 
 @pytest_twisted.ensureDeferred
 async def test_c4_a_node_that_comes_back_with_another_address_is_the_same_node(rig_of):
-    """C4: its engines are kept, its address is the new one at once, and what starts next is told to use that."""
+    """C4: its engines are kept and remarked, its address is the new one at once, and what starts next is told to use that. What
+    nobody reaches any more, since the node has lost the old address, is started anew at the new one."""
     rig = await rig_of(model("m", 1))
     agent = rig.link("a", 2)
     await rig.ready("m")
@@ -111,6 +113,16 @@ async def test_c4_a_node_that_comes_back_with_another_address_is_the_same_node(r
     await rig.ready("m", 2)
     assert pid in [engine.pid for engine in agent.running()]
     assert agent.engines["m/2/0"].order.allocation.address == "10.0.0.9"
+    (note,) = rig.server.view.nodes()[0]["notes"]
+    assert "m/1/0 listens at a.sim, a is at 10.0.0.9 now" in note and "llmgw restart m --node a" in note
+    engine = agent.engines["m/1/0"]
+    engine.conditions = (ADDRESS_GONE,)
+    await rig.until(lambda: agent.engines["m/1/0"].order.attempt == 2, "started anew")
+    await rig.ready("m", 2)
+    assert agent.engines["m/1/0"].order.allocation.address == "10.0.0.9"
+    events = (await rig.get("/v1/events"))["events"]
+    assert any("a.sim is no address of its node any more" in event["text"] for event in events)
+    assert rig.server.view.nodes()[0]["notes"] == []
 
 
 def test_e1_fifty_shards_at_once_get_fifty_blocks_of_ports_and_a_port_rests_before_it_is_used_again():

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from twisted.internet.task import deferLater
 from twisted.logger import Logger
 
 from llmgw.agent.output import last_lines, read_output, written
+from llmgw.agent.ports import has_address
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import ProcessId, Tree
 from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline, Stillness
 from llmgw.agent.shardfolder import AttemptFolder, Intent
 from llmgw.engines.failures import UNKNOWN, given_up
-from llmgw.fleet.shard import Diagnosis, EngineLoad, ShardExit, ShardState
+from llmgw.fleet.shard import ADDRESS_GONE, Diagnosis, EngineLoad, ShardExit, ShardState
 from llmgw.fleet.units import show_duration
 from llmgw.interfaces import IEngineAdapter, Phase
 
@@ -176,14 +178,19 @@ class Observer:
         self._still.saw(self._reactor.seconds(), self.load, written(self._watched.folder.path), intent.limit)
         if not problem and self._still.doubtful(self._reactor.seconds()):
             problem = await self._probe.works(intent)
+        host = urlsplit(intent.url).hostname or ""
+        if gone := bool(problem) and not has_address(host):
+            problem = f"{host} is no address of this node any more"
         before = self.health.healthy
         now = self._reactor.seconds()
         self.health.saw(now, problem, self.load.tokens, written(self._watched.folder.path))
-        standing = {text for text in self.conditions if not text.startswith("unhealthy")}
+        standing = {text for text in self.conditions if not text.startswith("unhealthy")} - {ADDRESS_GONE}
+        standing |= {ADDRESS_GONE} if gone else set()
         self.conditions = frozenset(standing if self.health.healthy else {*standing, f"unhealthy: {self.health.reason}"})
         if before != self.health.healthy:
             self._watched.changed()
-        if self.health.hangs(now):
+        # An engine that cannot be asked does not hang for that: the address may return, or the leader starts it at another.
+        if self.health.hangs(now) and not gone:
             self._give_up("hung", f"it hangs: no answer, no token and no output for {HUNG_AFTER:g} s ({problem})")
 
     async def _ask_load(self, intent: Intent) -> None:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterable
 
 from attrs import evolve
+from twisted.internet.abstract import isIPAddress, isIPv6Address
 
 from llmgw.engines.failures import PORT_TAKEN
 from llmgw.fleet.shard import Allocation, Diagnosis
@@ -30,6 +31,16 @@ def port_is_free(host: str, port: int) -> bool:
         if not _binds(address, port, False) and not (_lingers(port) and _binds(address, port, True)):
             return False
     return True
+
+
+def has_address(host: str) -> bool:
+    """Whether C{host} is an address of this machine (still); where that cannot be told, as of a name, it is taken for granted."""
+    if not (isIPAddress(host) or isIPv6Address(host)):
+        return True
+    try:
+        return _binds(host, 0, False)
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL
 
 
 def _binds(address: str, port: int, reuse: bool) -> bool:

@@ -222,6 +222,8 @@ class Diagnosis:
 
 # A condition: the engine ended with its machine, which is nobody's failure.
 NODE_RESTARTED = "node_restarted"
+# A condition: it listens at an address that its node has lost, so nobody reaches it.
+ADDRESS_GONE = "address_gone"
 
 
 @frozen

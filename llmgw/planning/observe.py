@@ -7,11 +7,13 @@ of being ready does not reset it: only time does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attrs import evolve
 
 from llmgw.fleet.node import NodeState
-from llmgw.fleet.records import ShardRecord
-from llmgw.fleet.shard import ShardReport, ShardState, Wanted
+from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.shard import ADDRESS_GONE, ShardReport, ShardState, Wanted
 from llmgw.fleet.units import show_duration
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.world import Draft, Told
@@ -100,6 +102,14 @@ def _decline(draft: Draft, record: ShardRecord, code: str, text: str) -> None:
         _crashed(draft, record, text or code)
 
 
+def addresses(record: ShardRecord, nodes: Mapping[str, NodeRecord]) -> tuple[str, str]:
+    """Where a shard was told to listen, and the address that its node has now; the same twice where that is not known."""
+    assert record.allocation is not None
+    node, old = nodes.get(record.allocation.node), record.allocation.address
+    new = (node.facts.address if node and node.facts else "") or old
+    return old or new, new
+
+
 def _reason(report: ShardReport) -> str:
     if report.diagnosis:
         return str(report.diagnosis)
@@ -108,6 +118,12 @@ def _reason(report: ShardReport) -> str:
 
 def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
     state, said = report.state, report.reason
+    if record.wanted is Wanted.RUN and ADDRESS_GONE in report.conditions and not report.healthy:
+        old, new = addresses(record, draft.nodes)
+        if old != new:
+            reason = f"{old} is no address of its node any more: it is started anew at {new}"
+            draft.move(evolve(record, wanted=Wanted.STOP, next_at=draft.world.now), ShardState.STOPPING, reason)
+            return
     if record.wanted is Wanted.RUN:
         if state in (ShardState.PLACED, ShardState.PENDING, ShardState.UNKNOWN):
             return

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 
 from attrs import evolve, frozen
 
+from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Fabric
 from llmgw.fleet.shard import Allocation, shard_id
 from llmgw.planning.checks import Want, failed, fits, in_full
@@ -70,6 +71,19 @@ class Ledger:
             room.last_port = ports[-1]
             self._claimed.append(node)
         return ports
+
+    def renewed(self, allocations: Sequence[Allocation], profile: Profile | None) -> tuple[Allocation, ...]:
+        """Those of one replica, by rank, with the addresses that their nodes have now."""
+        rooms = [self._rooms[one.node] for one in allocations if one.node in self._rooms]
+        if len(rooms) < len(allocations) or profile is None:
+            return tuple(allocations)
+        fabric = profile.place.fabric or _common(rooms) if len(rooms) > 1 else None
+        there = tuple(_address(room, fabric) for room in rooms)
+        own = [room.candidate.facts.address if room.candidate.facts else "" for room in rooms]
+        return tuple(
+            evolve(one, address=address or one.address, head=there[0] or one.head, peers=there if all(there) else one.peers)
+            for one, address in zip(allocations, own, strict=True)
+        )
 
     def _choose(self, want: Want, kind: object) -> list[NodeRoom]:
         if want.count == 1:

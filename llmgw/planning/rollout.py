@@ -309,7 +309,7 @@ def _move(work: Work, model: Model, replica: Replica, excluded: Mapping[str, flo
 
 
 def _again(work: Work, model: Model, replica: Replica) -> None:
-    """A new attempt on the same devices, with other ports: an ended engine's ports may not be free for a minute."""
+    """A new attempt on the same devices, at its nodes' present addresses, with other ports: the former may not be free yet."""
     draft = work.draft
     for name in replica.nodes:
         node = draft.nodes[name]
@@ -325,8 +325,8 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
             return
         ports.append(fresh)
     head_port = ports[0][1] if len(ports[0]) > 1 else 0
-    for shard, own in zip(replica.shards, ports, strict=True):
-        assert shard.allocation is not None
+    placed = work.room.renewed([shard.allocation for shard in replica.shards if shard.allocation], replica.shards[0].profile)
+    for shard, allocation, own in zip(replica.shards, placed, ports, strict=True):
         changed = evolve(
             shard,
             attempt=attempt,
@@ -336,7 +336,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
             crashes=replica.crashes,
             profile=model.profile if shard.generation == model.generation else shard.profile,
             served=(model.name, *model.aliases),
-            allocation=evolve(shard.allocation, ports=own, head_port=head_port),
+            allocation=evolve(allocation, ports=own, head_port=head_port),
             placed_revision=draft.world.revision,
             operation=attempt_id(shard.shard, attempt, draft.world.epoch, draft.world.revision),
         )

@@ -8,8 +8,9 @@ from typing import Any
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import Installation, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
-from llmgw.fleet.shard import ShardReport, ShardState
+from llmgw.fleet.shard import ShardReport, ShardState, Wanted
 from llmgw.planning.adopt import Orphan
+from llmgw.planning.observe import addresses
 from llmgw.planning.replicas import Replica, group, wanted
 from llmgw.planning.versions import outdated
 from llmgw.server.controller import Controller
@@ -119,8 +120,21 @@ class Status:
             "certificate_expires": record.certificate_expires,
             "fetches": [fetch_data(fetch) for fetch in here.fetches] if here else [],
             "notes": ([facts.inventory.problem] if facts and facts.inventory.problem else [])
-            + (_outdated(record.name, facts.installations, here.told.shards.values()) if facts and here else []),
+            + (_outdated(record.name, facts.installations, here.told.shards.values()) if facts and here else [])
+            + (self._elsewhere(record.name, here.told.shards) if here else []),
         }
+
+    def _elsewhere(self, node: str, shards: Iterable[str]) -> list[str]:
+        """A remark for each engine that still serves at an address which its node had before."""
+        truth, found = self._controller.truth, []
+        for record in (truth.shards[shard] for shard in sorted(shards) if shard in truth.shards):
+            if record.allocation is None or record.wanted is not Wanted.RUN or not record.state.live:
+                continue
+            old, new = addresses(record, truth.nodes)
+            if old != new:
+                again = f"it goes on while that answers: llmgw restart {record.model} --node {node}"
+                found.append(f"{record.shard} listens at {old}, {node} is at {new} now; {again}")
+        return found
 
     def models(self) -> list[Data]:
         """All models of the catalog in its order, then those that only run."""

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts
-from llmgw.fleet.shard import NODE_RESTARTED, EngineLoad, ShardExit, ShardOrder, ShardReport, ShardState, Wanted
+from llmgw.fleet.shard import ADDRESS_GONE, NODE_RESTARTED, EngineLoad, ShardExit, ShardOrder, ShardReport, ShardState, Wanted
 from llmgw.wire.messages import Done, Register, Report
 
 GIB = 2**30
@@ -107,6 +107,7 @@ class SimAgent:
                 exit=None if engine.live else ShardExit(code=1),
                 order=engine.order,
                 conditions=engine.conditions,
+                healthy=ADDRESS_GONE not in engine.conditions,
                 sleeps=self.sleeps,
                 load=EngineLoad(self.running_requests, 0) if engine.state is ShardState.READY else EngineLoad(),
             )

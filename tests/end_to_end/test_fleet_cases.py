@@ -1,11 +1,11 @@
-"""The case of tests/test_fleet_cases.py that only a whole agent shows."""
+"""Cases of tests/test_fleet_cases.py and test_fleet_cases_nodes.py that only whole daemons show."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from tests.end_to_end.fleet import fake_model
+from tests.end_to_end.fleet import fake_model, until
 
 
 def listening(pid):
@@ -30,3 +30,28 @@ def test_j6_an_agent_has_no_endpoint_that_could_be_open(fleet):
     fleet.ready()
     assert listening(agent.pid) == []
     assert len(listening(server.pid)) >= 3
+
+
+def test_c4_an_engine_goes_on_at_its_nodes_old_address_until_it_is_told(fleet):
+    """Routed to where it still answers and remarked in status; `llmgw restart` has it listen at the new one."""
+    fleet.write_server(fake_model("m", 1, "--host", "{host}"))
+    path = fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    (first,) = fleet.ready()
+    fleet.end("n1")
+    path.write_text(path.read_text().replace("address: 127.0.0.1", "address: 127.0.0.2"))
+    fleet.start_agent("n1")
+    said = until(lambda: "m/1/0 listens at 127.0.0.1" in (text := fleet.llmgw("status", "n1")) and text, "remarked")
+    assert "n1 is at 127.0.0.2 now" in said and "llmgw restart m --node n1" in said
+    assert [shard["pid"] for shard in fleet.ready()] == [first["pid"]]
+    until(lambda: fleet.ask()[0] == 200, "it answers where it was")
+    fleet.llmgw("restart", "m", "--node", "n1", "--allow-outage")
+
+    def moved():
+        (replica,) = [one for one in fleet.status()["models"][0]["replicas"] if one["state"] == "ready"]
+        return "127.0.0.2" in replica["endpoint"]
+
+    until(moved, "it listens at the new address")
+    until(lambda: fleet.ask()[0] == 200, "it answers")
+    until(lambda: "listens at" not in fleet.llmgw("status", "n1"), "no remark is left")

@@ -173,7 +173,7 @@ MODELS = {
     "{name: a, profile: {engine: e}, routing: {fallbacks: [b]}}": "models.a.routing.fallbacks: found 'b', want the name of another "
     "model of this file",
     "{name: a, profile: {engine: e}, aliases: [a]}": "models.a.aliases: the name a is taken by a (line 2)",
-    "5": "models.0: found 5, want a section with aliases, endpoints, loras, name, profile, reconcile, replicas, rollout, routing",
+    "5": "models.0: found 5, want a section with aliases, drain, endpoints, loras, name, profile, reconcile, replicas, rollout, routing",
 }
 
 

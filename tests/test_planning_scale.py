@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -188,7 +190,7 @@ def test_who_never_makes_room(why):
     """Requests in flight, used or started within a minute, wanted by the catalog, or in vain."""
     models = [sleeper("a", low=int(why == "min 1"), high=2), sleeper("new", devices=2 if why == "would not help" else 1)]
     more = {
-        "busy": {"busy": frozenset({"a/1"})},
+        "busy": {"load": Counter({"a/1": 1}).__getitem__},
         "just used": {"unused": {"a": 59.0}},
         "use not known": {"unused": {}},
     }.get(why, {})
@@ -248,10 +250,15 @@ def test_a_device_whose_memory_is_not_back_after_a_stop_is_held_with_the_pid_nam
     assert reconcile(world).shards.keys() == {"m/1/0"}
 
 
-def test_of_replicas_that_serve_one_without_requests_leaves_first():
-    """A model that wants one less drains the replica that nobody uses, not the newest."""
-    models = [sleeper("a", low=1, high=3)]
+@pytest.mark.parametrize(
+    ("loads", "leave"), [((1, 0, 1), ["a/2"]), ((9, 7, 8), ["a/2"]), ((0, 0, 0), ["a/3"]), ((2, 9, 2), ["a/3"])]
+)
+@pytest.mark.parametrize("high", [3, 2])
+def test_of_replicas_that_serve_the_one_with_the_fewest_requests_leaves_first(loads, leave, high):
+    """Of equals the newest; also where the catalog itself says that there shall be fewer, and none of it varies with the load."""
+    models = [sleeper("a", low=2 if high == 2 else 1, high=high)]
     running = [("a", "n", 0), ("a", "n", 1), ("a", "n", 2)]
-    world = fleet({"n": 3}, running, models, demand={"a": 2}, busy=frozenset({"a/1", "a/3"}))
-    assert gone(reconcile(world)) == ["a/2"]
-    assert reconcile(world).shards["a/2/0"].wanted is Wanted.DRAIN
+    load = Counter(dict(zip(("a/1", "a/2", "a/3"), loads, strict=True)))
+    world = fleet({"n": 3}, running, models, demand={"a": 2}, load=load.__getitem__)
+    assert gone(reconcile(world)) == leave
+    assert reconcile(world).shards[f"{leave[0]}/0"].wanted is Wanted.DRAIN

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from llmgw.fleet.model import Scale
+from llmgw.fleet.model import Catalog, Scale
+from llmgw.server.catalogs import Catalogs
+from llmgw.server.operations import Operations
 from llmgw.testing.simulate import Fleet, model
 
 BUSY = Scale(1, 3, target=4, up_after=10.0, down_after=60.0)
@@ -60,6 +62,50 @@ def test_a_replica_that_leaves_finishes_its_streams():
     assert len(fleet.engines("m")) == 3
     fly(fleet, 1, 0, 0)
     fleet.until(lambda: len(fleet.engines("m")) == 1, "ended")
+
+
+def test_fewer_in_the_catalog_drain_the_one_with_the_fewest_requests():
+    """The newest has three streams, an older one a single one: that one leaves, though nothing here varies with the load."""
+    fleet = Fleet({"a": 3})
+    fleet.lead([model("m", 3)])
+    fleet.until(lambda: fleet.ready("m") == 3, "three serve")
+    fly(fleet, 2, 1, 3)
+    fleet.apply([model("m", 2)])
+    fleet.until(lambda: set(fleet.routers.routed) == {"m/1", "m/3"}, "the second leaves", 10)
+
+
+def kept(fleet, seconds):
+    """A replica drains for about so long before it is stopped with a stream on it."""
+    fleet.until(lambda: any("draining" in engine for engine in fleet.engines()), "one drains")
+    fleet.run(seconds - 20)
+    assert any("draining" in engine for engine in fleet.engines())
+    fleet.until(lambda: not any("draining" in engine for engine in fleet.engines()), "its time is up", 25)
+
+
+def test_a_models_own_drain_time_is_kept_at_scale_in_rollout_and_removal():
+    """G1: three minutes instead of the fleet's one, also when it is set while the drain runs, and after the model is gone."""
+    fleet = Fleet({"a": 3})
+    fleet.lead([model("m", 2)])
+    fleet.until(lambda: fleet.ready("m") == 2, "two serve")
+    fly(fleet, 1, 1, 1, 1)
+    fleet.apply([model("m", 1)])
+    fleet.run(30)
+    fleet.apply([evolve(model("m", 1), drain=180.0)])
+    kept(fleet, 150)
+    fleet.apply([evolve(model("m", 1, version=2), drain=180.0)])
+    kept(fleet, 180)
+    Catalogs(fleet.controller).apply(Catalog(), "test", allow_removals=True)
+    kept(fleet, 180)
+
+
+def test_a_drained_node_goes_by_its_own_deadline():
+    """G1: what an operator says of the node is said of all on it."""
+    fleet = Fleet({"a": 1, "b": 1})
+    fleet.lead([evolve(model("m", 1), drain=600.0)])
+    fleet.until(lambda: fleet.ready("m") == 1, "it serves")
+    fly(fleet, 1)
+    Operations(fleet.controller).drain(["a"], 60.0, False, True)
+    kept(fleet, 60)
 
 
 def test_an_unknown_load_changes_nothing():

@@ -14,7 +14,7 @@ from tests.simulation_rig import serving
 def test_fewer_replicas_drain_the_newest_after_the_routers_let_go():
     """G1: routes first, then what runs there ends, then the engine."""
     fleet = serving()
-    fleet.routers.flying["m/2"] = 3
+    fleet.routers.flying |= {"m/1": 3, "m/2": 3}
     fleet.apply([model("m", 1)])
     fleet.run(10)
     assert set(fleet.routers.routed) == {"m/1"} and "m/2/0@b draining 1" in fleet.engines()
@@ -25,7 +25,7 @@ def test_fewer_replicas_drain_the_newest_after_the_routers_let_go():
 def test_a_drain_ends_at_its_deadline():
     """A request that never ends does not hold the device for ever."""
     fleet = serving()
-    fleet.routers.flying["m/2"] = 1
+    fleet.routers.flying |= {"m/1": 1, "m/2": 1}
     fleet.apply([model("m", 1)])
     fleet.run(fleet.timing.drain - 5)
     assert len(fleet.engines()) == 2

@@ -218,7 +218,7 @@ def _check_model(item: Item, model: Model, reading: Reading) -> None:
     if length > MAX_ORDERED:
         what = f"takes {length} bytes of JSON, at most {MAX_ORDERED} go to a node with an order"
         reading.add(item, f"{what}: shorten the profile's arguments, environment or argv", "too_large")
-    for key in ("replicas", "loras", "rollout", "reconcile"):
+    for key in ("replicas", "loras", "rollout", "reconcile", "drain"):
         if item.has(key) and not item.has("profile"):
             reading.add(item.get(key), f"{key} needs a profile: llmgw does not run what is behind endpoints", "profile")
 
@@ -236,6 +236,7 @@ _MODEL = section(
     routing=_ROUTING,
     rollout=section(Rollout, strategy=one_of(*STRATEGIES), failures=integer(1, 1000)),
     reconcile=one_of(*RECONCILE),
+    drain=duration(),
 )
 
 

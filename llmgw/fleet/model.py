@@ -152,6 +152,7 @@ class Model:
     """A public name that clients ask for.
 
     @ivar reconcile: which copy stays when a lost node comes back: C{keep_original}, C{keep_replacement}, C{longest_running}.
+    @ivar drain: how many seconds running requests may take when a replica leaves; None: the control plane's C{timing.drain}.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Model:
     routing: Routing = Routing()
     rollout: Rollout = Rollout()
     reconcile: str = "keep_original"
+    drain: float | None = None
 
     @property
     def generation(self) -> str:

@@ -79,7 +79,7 @@ def _idle(draft: Draft, besides: str) -> Iterator[Replica]:
     rested = [(seconds, name) for name, seconds in world.unused.items() if seconds >= quiet and name != besides]
     for _, name in sorted(rested, key=lambda found: (-found[0], found[1])):
         model = draft.catalog.get(name)
-        if model is None or model.replicas.min or any(one.id in world.busy for one in replicas.get(name, [])):
+        if model is None or model.replicas.min or any(one.load(world.load) for one in replicas.get(name, [])):
             continue
         for replica in reversed(replicas.get(name, [])):
             calm = world.now - replica.shards[0].since >= quiet

@@ -95,8 +95,9 @@ def _order(
 
 
 def drain_limit(record: ShardRecord, nodes: Mapping[str, NodeRecord], timing: Timing) -> float:
-    """How many seconds from C{record.since} a drain of this shard may take: its node's deadline where the node drains."""
+    """How many seconds from C{record.since} a drain of this shard may take: its node's deadline where the node drains, else as
+    its model says, else C{timing.drain}: at scale-in, a change of its profile, a restart and a removal alike."""
     node = nodes.get(record.allocation.node) if record.allocation else None
     if node and node.draining and node.drain_deadline is not None:
         return max(0.0, node.drain_deadline - record.since)
-    return timing.drain
+    return timing.drain if record.drain is None else record.drain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from attrs import frozen
 
@@ -75,6 +75,10 @@ class Replica:
         """Since when it has served; 0 if it never has."""
         return self.shards[0].served_since
 
+    def load(self, counts: Callable[[str], int]) -> int:
+        """How many requests run on it; C{counts} says it of an endpoint: of the replica, or of a further shard that serves."""
+        return sum(map(counts, [self.id, *(shard.shard for shard in self.shards if shard.rank and shard.url)]))
+
     @property
     def crashes(self) -> tuple[float, ...]:
         """When it crashed; ranks that fell together count once."""
@@ -106,19 +110,20 @@ def given_up(replica: Replica, nodes: Mapping[str, NodeRecord]) -> bool:
     return any(name not in nodes or nodes[name].state in _GONE for name in replica.nodes)
 
 
-def worst_first(replicas: Iterable[Replica], busy: Collection[str] = ()) -> list[Replica]:
-    """Those that are missed least first; of equals one that is not C{busy}, and then the newest."""
-    return sorted(replicas, key=lambda replica: (-_BEST.index(replica.state), replica.id in busy, -replica.number))
+def worst_first(replicas: Iterable[Replica], counts: Callable[[str], int] = lambda endpoint: 0) -> list[Replica]:
+    """Those that are missed least first; of equals the one with the fewest requests, and then the newest."""
+    return sorted(replicas, key=lambda replica: (-_BEST.index(replica.state), replica.load(counts), -replica.number))
 
 
-def surplus(model: Model, replicas: list[Replica], count: int, busy: Collection[str] = ()) -> list[Replica]:
+def surplus(model: Model, replicas: list[Replica], count: int, counts: Callable[[str], int]) -> list[Replica]:
     """Which of C{replicas} leave so that C{count} stay.
 
-    Where one of them is back from a lost node, C{model.reconcile} says which copy stays; none that serves leaves before the
+    The one with the fewest requests goes first: its drain is the shortest, and the least likely to cut a stream at its end. Where
+    one of them is back from a lost node, C{model.reconcile} says which copy stays; none that serves leaves before the
     one that stays instead of it serves, too.
     """
     extra = max(0, len(replicas) - count)
-    ordered = worst_first(replicas, busy)
+    ordered = worst_first(replicas, counts)
     if not any(replica.given_up for replica in replicas) or model.reconcile == "keep_original":
         return ordered[:extra]
     oldest = model.reconcile == "longest_running"

@@ -71,6 +71,7 @@ class Work:
 def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
     """Take the next steps for one model that llmgw runs; C{model} is as L{Draft.catalog} has it."""
     draft = work.draft
+    replicas = [_patient(draft, model, replica) for replica in replicas]
     target = wanted(model, draft.world.demand)
     here = [replica for replica in replicas if not replica.leaving and not given_up(replica, draft.nodes)]
     here = [replica for replica in here if not _forced(draft, replica)]
@@ -87,7 +88,7 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
         victim = worst_first(old)[0]
         _replace(work, model, target, good, old, Victim(victim, reasons[victim.number]))
     elif len(good) > target + (beside := _beside(draft, model, good)):
-        for replica in surplus(model, good, target + beside, draft.world.busy):
+        for replica in surplus(model, good, target + beside, draft.world.load):
             order_away = lull if target == 0 and can_sleep(draft, replica) else leave
             order_away(draft, replica, f"{model.name} wants {target}")
     else:
@@ -96,6 +97,13 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
             if not wake(draft, model) and not start(work, model):
                 break
     _remark(work, model, here)
+
+
+def _patient(draft: Draft, model: Model, replica: Replica) -> Replica:
+    """It drains for as long as its model says now, also when that is gone from the catalog."""
+    if all(shard.drain == model.drain for shard in replica.shards):
+        return replica
+    return evolve(replica, shards=tuple(draft.put(evolve(shard, drain=model.drain)) for shard in replica.shards))
 
 
 def _comes_back(work: Work, model: Model, replica: Replica, good: list[Replica]) -> bool:
@@ -380,6 +388,7 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
                 placed_revision=draft.world.revision,
                 operation=attempt_id(shard, 1, draft.world.epoch, draft.world.revision),
                 excluded=excluded or {},
+                drain=model.drain,
             )
         )
         draft.say("placed", shard, f"{shard}: placed on {allocation.node}{devices}", allocation.node, after="placed")

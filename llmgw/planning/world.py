@@ -62,7 +62,7 @@ class World:
     @ivar demand: how many replicas the load asks for, by model; the catalog's bounds hold.
     @ivar scaled: why the demand has changed since the last plan, a sentence by model.
     @ivar unused: seconds since a request last ran on or waited for a model, where that is known.
-    @ivar busy: replicas on which requests run.
+    @ivar load: how many requests run on an endpoint, by its id: a replica's, or that of a further shard that serves.
     @ivar jitter: a new factor around 1 at each call.
     """
 
@@ -89,7 +89,7 @@ class World:
     demand: Mapping[str, int] = field(factory=dict)
     scaled: Mapping[str, str] = field(factory=dict)
     unused: Mapping[str, float] = field(factory=dict)
-    busy: frozenset[str] = frozenset()
+    load: Callable[[str], int] = lambda endpoint: 0
     last_ports: Mapping[str, int] = field(factory=dict)
     jitter: Callable[[], float] = lambda: 1.0
 

@@ -302,7 +302,7 @@ class Controller:
             demand=self.demand.wanted,
             scaled=dict(self.demand.scaled),
             unused=self.demand.unused(),
-            busy=self.demand.busy,
+            load=self.routing.load,
             last_ports=self._last_ports(),
             jitter=lambda: self._random.uniform(0.75, 1.25),
         )

@@ -53,7 +53,6 @@ class Demand:
     @param news: called when the number of a model has changed.
     @ivar wanted: by model; the catalog's bounds hold.
     @ivar scaled: why it has changed, by model, until somebody has written that down (L{said}).
-    @ivar busy: replicas on which requests run.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Demand:
         self._watched: dict[str, _Watch] = {}
         self.wanted: dict[str, int] = {}
         self.scaled: dict[str, str] = {}
-        self.busy: frozenset[str] = frozenset()
 
     def begin(self, shards: Iterable[ShardRecord]) -> None:
         """A leadership begins: what runs is wanted."""
@@ -105,12 +103,8 @@ class Demand:
         """Take a sample of every model whose number may vary, and change the number where that is due. About once a second."""
         elastic = [model for model in catalog.models if model.profile and model.replicas.min < model.replicas.max]
         running = replicas() if elastic else {}
-        busy: set[str] = set()
         for model in elastic:
-            here = running.get(model.name, [])
-            busy.update(one.id for one in here if self._counts.load(one.id))
-            self._follow(model, here)
-        self.busy = frozenset(busy)
+            self._follow(model, running.get(model.name, []))
 
     def unused(self) -> dict[str, float]:
         """Seconds since a request ran on or waited for a model, for those that are watched."""
@@ -165,7 +159,7 @@ class Demand:
     def _load(self, model: Model, here: list[Replica], now: float) -> Load:
         limits = [report.limit for one in here if (report := self._reports(one.shards[0])) is not None and report.limit]
         waiting = self._counts.waiting(model.name)
-        return Load(now, sum(self._counts.load(one.id) for one in here), waiting, min(limits, default=None))
+        return Load(now, sum(one.load(self._counts.load) for one in here), waiting, min(limits, default=None))
 
 
 def _sleeps_after(model: Model, here: list[Replica]) -> float | None:

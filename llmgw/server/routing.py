@@ -97,6 +97,10 @@ class Routing:
         there = self.unrouted & self._leaving
         return frozenset(one for one in there if not sum(map(self._routers.in_flight, self._parts.get(one, [one]))))
 
+    def load(self, endpoint_id: str) -> int:
+        """How many requests an endpoint has, whoever sent them."""
+        return self._routers.load(endpoint_id)
+
     def failed(self, endpoint_id: str, kind: str, text: str) -> None:
         """A request has failed at an endpoint. That is for breakers, but for a refused key: another engine has its port."""
         now = self._steady()

@@ -1,0 +1,1 @@
+`models.drain` says per model how long running requests may take when a replica leaves; `timing.drain` is the default. The replica with the fewest requests leaves first, of equals the newest, also where the catalog says that there shall be fewer.

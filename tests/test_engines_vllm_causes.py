@@ -34,6 +34,8 @@ CORE = "(EngineCore pid=7) ERROR 11-30 12:00:00 [core.py:7] "
         (1, "  Value error, Model architectures ['NewForCausalLM'] are not supported for now.", "configuration", "'NewForCausalLM'"),  # noqa: E501
         (1, "  Value error, The quantization method fp8 is not supported for the current GPU. Minimum capability: 75. Current capability: 70.", "configuration", "quantization fp8 needs"),  # noqa: E501
         (1, "RuntimeError: Failed to infer device type", "node", "it sees no GPU"),
+        (1, CORE + "Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting down executor.", "node", "used an instruction that"),  # noqa: E501
+        (1, CORE + "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.", "clean_and_retry", "VllmWorker-0 died (exit code ?)"),  # noqa: E501
         (1, CORE + "RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -9)", "clean_and_retry", "worker VllmWorker-1"),  # noqa: E501
         (1, "OSError: [Errno 28] No space left on device", "node", "disk of the node is full"),
         (1, "  Value error, Unknown quantization method: awqq. Must be one of ['awq', 'fp8']. [type=value_error]", "configuration", "does not know the quantization awqq"),  # noqa: E501

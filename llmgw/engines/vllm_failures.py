@@ -191,7 +191,13 @@ FAILURES: tuple[Failure, ...] = (
         id="F6",
     ),
     failure(
-        r"Worker proc (?P<what>\S+) died unexpectedly(?: \(exit code: (?P<code>[^)]*)\))?",
+        r"Worker proc (?P<what>\S+) died unexpectedly \(exit code: -4\)",
+        NODE,
+        "worker {what} used an instruction that this CPU does not have, or may not use",
+        "Install a build of vLLM for this machine; with AMX leave the argument enforce-eager out.",
+    ),
+    failure(
+        r"Worker proc (?P<what>\S+) died unexpectedly(?: \(exit code: (?P<code>-?\d+)\))?",
         CLEAN,
         "worker {what} died (exit code {code})",
         _LOGS,

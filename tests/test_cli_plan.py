@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 
@@ -13,7 +14,7 @@ from twisted.internet.defer import Deferred, succeed
 
 from llmgw.cli.client import Refused
 from llmgw.cli.main import run
-from llmgw.fleet.model import Model, Profile, Resources, Scale
+from llmgw.fleet.model import Lora, Model, Profile, Resources, Scale
 from llmgw.fleet.node import Installation
 from llmgw.fleet.plain import to_plain
 from llmgw.fleet.shard import WeightFiles
@@ -177,6 +178,7 @@ def with_files(rig, **files):
     def ask(node, message, timeout):
         asked.append(node)
         found = files.get(node, WeightFiles(message.weights, False, looked=(f"/models/{message.weights}",)))
+        found = found[message.weights] if isinstance(found, dict) else found
         return succeed(Done(message.operation, True, "", {"files": to_plain(found)}))
 
     rig.server.port.ask = ask
@@ -224,6 +226,23 @@ async def test_a_server_estimates_by_what_its_nodes_have(rig_of):
     assert taken.code == "conflict" and "no adapter" in str(taken)
     other = await refused(rig.get("/v1/estimate", model="other"))
     assert other.code == "conflict" and "resources.device_memory" in str(other)
+
+
+@pytest_twisted.ensureDeferred
+async def test_adapters_are_looked_at_with_the_weights_and_counted(rig_of):
+    """Their rank is what decides how much room they take; an estimate and a placement both ask for it."""
+    tuned = vllm_model()
+    tuned = evolve(tuned, profile=evolve(tuned.profile, loras=(Lora("tuned", "loras/a"),)))
+    rig = await rig_of(tuned)
+    adapter = WeightFiles("loras/a", True, "/models/loras/a", config={"r": 16, "peft_type": "LORA"})
+    base = evolve(FILES, config=CONFIG | {"vocab_size": 128256, "intermediate_size": 14336})
+    with_files(rig, a={"llama": base, "loras/a": adapter})
+    link(rig, "a")
+    room = 16 * 2 * (32 * 81920 + 2 * (128256 + 4096))
+    await rig.until(lambda: "llm/1/0" in rig.server.controller.truth.shards, "placed")
+    assert rig.server.controller.truth.shards["llm/1/0"].allocation.memory == math.ceil((18 * GIB + room) / 0.92)
+    [rank] = (await rig.get("/v1/estimate", model="llm"))["ranks"]
+    assert rank["overhead"] == 2 * GIB + room
 
 
 @pytest_twisted.ensureDeferred

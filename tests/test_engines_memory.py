@@ -12,8 +12,9 @@ from attrs import evolve
 
 from llmgw.engines.estimates import context_that_fits, stage_weights, stages
 from llmgw.engines.llamacpp import llamacpp
+from llmgw.engines.sglang import sglang
 from llmgw.engines.vllm import vllm
-from llmgw.fleet.model import Parallel, Profile, Resources
+from llmgw.fleet.model import Lora, Parallel, Profile, Resources
 from llmgw.fleet.shard import WeightFiles
 from llmgw.fleet.tensors import TensorBytes
 from tests.public_models import MODELS, model
@@ -309,3 +310,73 @@ def test_what_a_gguf_header_does_not_tell_is_unknown():
     for header in ({**GGUF, "llama.ssm.state_size": 16}, {k: v for k, v in GGUF.items() if "head_count" not in k}):
         found = on_devices(1, found=gguf_files(header))
         assert found.ranks[0].cache is None and found.need is None and "KV cache" in found.unknown[0]
+
+
+TUNED = model(32, 32, 8, 4096, 131072) | {"vocab_size": 128256, "intermediate_size": 14336}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layer"),
+    [(1, 7 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336), (4, 7 * 4096 + 2 * 1024 + 2 * 256 + 3 * 3584)],
+)
+def test_the_room_for_adapters(tensor, layer):
+    """Two of rank 40, for which vLLM is told 64: what they change of attention, feed forward, embedding, head, in 16 bits; what
+    tensor parallel ranks divide is the one side of each matrix."""
+    loras = (Lora("a", "loras/a"), Lora("b", "loras/b"))
+    seen = tuple(WeightFiles(one.weights, True, config={"r": 40, "peft_type": "LORA"}) for one in loras)
+    there = evolve(files(TUNED, 16 * GIB), loras=seen)
+    profile = Profile("vllm", "m", context=4096, parallel=Parallel(tensor=tensor))
+    without, found = vllm.estimate(profile, there).ranks[0], vllm.estimate(evolve(profile, loras=loras), there).ranks[0]
+    assert found.overhead - without.overhead == 2 * 64 * 2 * (32 * layer + 2 * (128256 + 4096))
+    told = evolve(profile, loras=loras, arguments={"max-loras": 1, "max-lora-rank": 8})
+    assert vllm.estimate(told, there).ranks[0].overhead - without.overhead == 8 * 2 * (32 * layer + 2 * (128256 + 4096))
+
+
+def test_adapters_that_nobody_has_looked_at_are_unknown_and_never_0():
+    """Nor are those of experts, whose matrices differ by version."""
+    profile = Profile("vllm", "m", context=4096, loras=(Lora("a", "loras/a"),))
+    for engine, there, more in (
+        (vllm, files(TUNED, GIB), {}),
+        (sglang, files(TUNED, GIB), {}),
+        (vllm, files(TUNED | {"num_local_experts": 8}, GIB), {"max-lora-rank": 8}),
+    ):
+        found = engine.estimate(evolve(profile, engine=engine.name, arguments=more), there)
+        assert found.need is None and found.ranks[0].weights is not None
+        assert any(text.startswith("the adapters") for text in found.unknown)
+        assert engine.needs(evolve(profile, engine=engine.name, arguments=more), there).memory is None
+    eight = sglang.estimate(evolve(profile, arguments={"max-lora-rank": 8}), files(TUNED, GIB)).ranks[0].overhead
+    assert eight == 2 * GIB + 8 * 8 * 2 * (32 * 81920 + 2 * (128256 + 4096))
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "extra", "named"),
+    [
+        (vllm, {"speculative-config": {"method": "eagle3", "model": "org/eagle"}}, (), "org/eagle"),
+        (vllm, {"speculative-config": '{"model": "org/small", "num_speculative_tokens": 3}'}, (), "org/small"),
+        (vllm, {"speculative-config": {"method": "ngram", "num_speculative_tokens": 3}}, (), ""),
+        (vllm, {"speculative-config": {"method": "deepseek_mtp", "model": "m"}}, (), ""),
+        (sglang, {"speculative-draft-model-path": "org/eagle"}, (), "org/eagle"),
+        (llamacpp, {"mmproj": "/m/mmproj.gguf"}, (), "mmproj /m/mmproj.gguf"),
+        (llamacpp, {}, ("-md", "/m/draft.gguf"), "md /m/draft.gguf"),
+        (llamacpp, {}, ("--lora=/m/a.gguf",), "lora /m/a.gguf"),
+        (llamacpp, {"threads": 2}, ("--no-mmap",), ""),
+    ],
+)
+def test_models_beside_the_model_are_unknown_and_never_0(engine, arguments, extra, named):
+    """Only the engine reads their files: the sum is unknown and says why, and a device is then wanted whole."""
+    there = files(TUNED, 16 * GIB)
+    profile = Profile(engine.name, "m", context=4096, arguments=arguments, extra_argv=extra, resources=Resources(devices=1))
+    found = engine.estimate(profile, there)
+    assert (found.need is None) == bool(named)
+    assert [text for text in found.unknown if named and named in text and "resources.device_memory" in text] == list(
+        found.unknown
+    )
+    assert (engine.needs(profile, there).memory is None) == bool(named)
+
+
+def test_what_is_known_beside_a_projector_is_claimed_of_the_host():
+    """A sum that is unknown is no reason to claim nothing."""
+    there = files(TUNED, 16 * GIB)
+    profile = Profile("llamacpp", "m", context=4096)
+    plain = llamacpp.needs(profile, there).host_memory
+    assert llamacpp.needs(evolve(profile, arguments={"mmproj": "/p"}), there).host_memory == plain - 256 * 2**20 > 16 * GIB

@@ -169,11 +169,11 @@ class LlamaCpp:
     def needs(self, profile: Profile, files: WeightFiles | None) -> Needs:
         """No device unless asked for; the memory of weights, cache and buffers where the weights are known."""
         resources, devices, found = profile.resources, device_count(profile), self.estimate(profile, files)
-        host = found.host.total if found.host and not devices else OVERHEAD
+        host = found.host.known if found.host and found.host.weights is not None else 0
         return Needs(
             devices=devices,
             memory=found.need if resources.device_memory is None else resources.device_memory,
-            host_memory=(host or 0) if resources.host_memory is None else resources.host_memory,
+            host_memory=(OVERHEAD if devices else host) if resources.host_memory is None else resources.host_memory,
             context=found.context,
             fixed=resources.device_memory is None and not found.elastic,
         )

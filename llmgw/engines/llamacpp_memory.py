@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from attrs import frozen
 
+from llmgw.engines.beside import files_named, with_unseen
 from llmgw.engines.cache import LayerCache, Pages, bytes_of
 from llmgw.engines.estimates import layers_of, unknown
 from llmgw.engines.launch import whole
@@ -29,6 +30,11 @@ OVERHEAD = 256 * 2**20
 DEVICE_OVERHEAD = 512 * 2**20
 UBATCH, PADDING = 512, 256
 FIT_LEAST = 4096
+# Options with a file that it loads beside the model: a projector of images, a draft model, adapters.
+BESIDE = (
+    *("mmproj", "mm", "mmproj-url", "mmu", "spec-draft-model", "model-draft", "md", "spec-draft-hf", "hf-repo-draft", "hfd"),
+    *("lora", "lora-scaled", "control-vector", "control-vector-scaled", "model-vocoder", "mv"),
+)
 # Bytes of one number by ggml's block formats.
 WIDTHS = {
     "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32, "q4_0": 18 / 32,
@@ -96,7 +102,8 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
         fullest = [[layers[i] for i in ids if i < count] for ids in dealt or [range(count)]]
         more = (bytes_of(ids, context + PADDING, pages) - bytes_of(ids, context, pages) for ids in fullest)
         token = max(more) * sequences // PADDING
-    return Estimate(ranks, kept, context, sequences, token, elastic=fits, unknown=unknown(files, layers, context))
+    found = Estimate(ranks, kept, context, sequences, token, elastic=fits, unknown=unknown(files, layers, context))
+    return with_unseen(found, files_named(profile, *BESIDE)) if files is not None and files.found else found
 
 
 def _fits_itself(profile: Profile) -> bool:

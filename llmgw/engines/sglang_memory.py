@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from llmgw.engines import vllm_memory
-from llmgw.engines.launch import fraction
+from llmgw.engines import lora, vllm_memory
+from llmgw.engines.beside import adapters, drafts, with_adapters, with_unseen
+from llmgw.engines.launch import fraction, whole
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.shard import WeightFiles
@@ -19,6 +20,8 @@ from llmgw.fleet.shard import WeightFiles
 OVERHEAD = 2 * 2**30
 # About what it leaves to weights and cache of an 80 GB device.
 DEFAULT_SHARE = 0.88
+# How many adapters it has room for, unless C{max-loras-per-batch} says.
+LORAS = 8
 _SAME = ("kv-cache-dtype", "dtype", "quantization")
 
 
@@ -32,7 +35,13 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     given = {name: profile.arguments[name] for name in _SAME if name in profile.arguments}
     if chunk := profile.arguments.get("chunked-prefill-size"):
         given["max-num-batched-tokens"] = chunk
-    alone = evolve(profile, arguments=given, parallel=evolve(profile.parallel, data=1))
+    alone = evolve(profile, arguments=given, loras=(), parallel=evolve(profile.parallel, data=1))
     found = vllm_memory.estimate(alone, files)
     ranks = tuple(evolve(rank, overhead=OVERHEAD) for rank in found.ranks)
-    return evolve(found, ranks=ranks * profile.parallel.data, share=share(profile), elastic=True)
+    found = evolve(found, ranks=ranks * profile.parallel.data, share=share(profile), elastic=True)
+    if files is None or not files.found:
+        return found
+    kept = whole(profile.arguments.get("max-loras-per-batch")) or LORAS
+    rank = whole(profile.arguments.get("max-lora-rank")) or lora.paired(profile, files).rank
+    found = with_adapters(found, adapters(profile, files, kept, rank))
+    return with_unseen(found, drafts(profile, "speculative-draft-model-path"))

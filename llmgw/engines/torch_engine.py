@@ -66,8 +66,9 @@ class TorchEngine(ABC):
             # It may take only a part of what is free, so more must be free than it takes.
             memory = found.need if resources.share else math.ceil(found.need / found.share)
         fixed = not found.elastic and resources.device_memory is None
-        host = (found.host.total if found.host else None) if resources.host_memory is None else resources.host_memory
-        return Needs(devices, memory, host or 0, self.ports(profile), found.context, fixed)
+        held = found.host.known if found.host and found.host.weights is not None else 0
+        host = held if resources.host_memory is None else resources.host_memory
+        return Needs(devices, memory, host, self.ports(profile), found.context, fixed)
 
     def problems(
         self,

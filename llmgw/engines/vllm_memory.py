@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
+from llmgw.engines import lora
+from llmgw.engines.beside import adapters, drafts, with_adapters, with_unseen
 from llmgw.engines.cache import LayerCache, Pages, bytes_of
 from llmgw.engines.estimates import context_of, layers_of, number_format, stage_weights, stages, unknown
 from llmgw.engines.launch import fraction, whole
@@ -67,9 +69,15 @@ def cache_width(profile: Profile) -> float:
 
 def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     """One request of the whole context on each rank, in vLLM's order of ranks: data, pipeline, tensor."""
-    if profile.resources.devices == 0:
-        return _on_host(profile, files)
-    return _on_devices(profile, files)
+    found = _on_host(profile, files) if profile.resources.devices == 0 else _on_devices(profile, files)
+    if files is None or not files.found:
+        return found
+    kept = whole(profile.arguments.get("max-loras")) or len(profile.loras)
+    most = whole(profile.arguments.get("max-lora-rank"))
+    if most is None and (rank := lora.paired(profile, files).rank) is not None:
+        most = lora.fitting(rank) or lora.DEFAULT_RANK
+    found = with_adapters(found, adapters(profile, files, kept, most))
+    return with_unseen(found, drafts(profile))
 
 
 def host_cache(profile: Profile, files: WeightFiles | None) -> int | None:

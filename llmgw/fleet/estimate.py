@@ -16,16 +16,23 @@ STEP = 256
 
 @frozen
 class RankMemory:
-    """Bytes on one device, or on the host: weights, KV cache, and all else (runtime, buffers, graphs)."""
+    """Bytes on one device, or on the host: weights, KV cache, and all else (runtime, buffers, graphs, adapters)."""
 
     weights: int | None = None
     cache: int | None = None
-    overhead: int = 0
+    overhead: int | None = 0
 
     @property
     def total(self) -> int | None:
         """All of it, None while a part is unknown."""
-        return None if self.weights is None or self.cache is None else self.weights + self.cache + self.overhead
+        if self.weights is None or self.cache is None or self.overhead is None:
+            return None
+        return self.weights + self.cache + self.overhead
+
+    @property
+    def known(self) -> int:
+        """The parts that are known together: no less than that."""
+        return sum(part for part in (self.weights, self.cache, self.overhead) if part is not None)
 
 
 @frozen

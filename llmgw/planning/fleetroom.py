@@ -128,7 +128,7 @@ def _candidate(world: World, node: NodeRecord, claims: list[Claim]) -> Candidate
 def want(draft: Draft, model: Model, number: int, excluded: Mapping[str, str] | None = None) -> Want:
     """What one more replica of C{model} wants."""
     assert model.profile is not None
-    needs = draft.world.reckon(model.profile, draft.world.weights_of(model.profile.weights))
+    needs = draft.world.reckon(model.profile, draft.world.files_of(model.profile))
     if needs.fixed and needs.devices and (seen := peak_of(draft.shards.values(), model)) is not None:
         needs = evolve(needs, memory=seen)
     return Want(f"{model.name}/{number}", model.name, model.profile, needs, excluded or {})

@@ -128,10 +128,11 @@ def _on_node(world: World, name: str, devices: Sequence[str]) -> str:
 
 
 def searching(found: Forecast) -> set[tuple[str, str, str]]:
-    """Which nodes nobody has asked yet for the weights that keep a replica waiting: C{(NODE, WEIGHTS, ENGINE)}."""
+    """Which nodes nobody has asked yet for the weights that keep a replica waiting and its adapters: (node, weights, engine)."""
     return {
-        (verdict.node, pending.want.profile.weights, pending.want.profile.engine)
+        (verdict.node, weights, pending.want.profile.engine)
         for pending in found.outcome.pending.values()
         for verdict in pending.explanation.verdicts
         if pending.want.profile.weights and verdict.checks[0].name == "weights"
+        for weights in (pending.want.profile.weights, *(lora.weights for lora in pending.want.profile.loras))
     }

@@ -148,5 +148,5 @@ def explain(world: World, outcome: Outcome, model: str) -> Explanation | None:
     draft = Draft(evolve(world, nodes=outcome.nodes, shards=outcome.shards))
     room = ledger(draft)
     found, want = room.explain(pending.want), pending.want
-    files = world.weights_of(want.profile.weights)
+    files = world.files_of(want.profile)
     return with_hints(found, room, want, smaller_context(found, want, lambda profile: world.reckon(profile, files)))

@@ -104,6 +104,14 @@ class World:
         found = [files for (_, name), files in self.weights.items() if name == weights and files.found]
         return next((files for files in found if not files.problem), next(iter(found), None))
 
+    def files_of(self, profile: Profile) -> WeightFiles | None:
+        """The same of a profile's weights, with what is known of its adapters."""
+        found = self.weights_of(profile.weights)
+        if found is None or not profile.loras:
+            return found
+        there = (self.weights_of(one.weights) or WeightFiles(one.weights, False) for one in profile.loras)
+        return evolve(found, loras=tuple(there))
+
 
 class Draft:
     """A plan in the making: the records as they shall be, and the events that say why."""

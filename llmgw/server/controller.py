@@ -344,7 +344,8 @@ class Controller:
             profile = pending.want.profile
             for verdict in pending.explanation.verdicts:
                 if profile.weights and verdict.checks[0].name == "weights":
-                    self.weights.look(verdict.node, profile.weights, profile.engine)
+                    for weights in (profile.weights, *(lora.weights for lora in profile.loras)):
+                        self.weights.look(verdict.node, weights, profile.engine)
             if any(v.checks[0].text == SEARCHING for v in pending.explanation.verdicts):
                 self.log.debug("looking for the weights of {model}", model=model)
         if self.emission.port is not None and self.leadership.may_act():

@@ -86,11 +86,13 @@ class Estimates:
             return None, None
         weights, known = profile.weights, self._controller.weights.found
         found = self._inspection.known(weights, nodes)
-        if found is None or found[1].problem:
-            await self._inspection.look((node, weights, profile.engine) for node in nodes)
+        beside = [lora.weights for lora in profile.loras]
+        if found is None or found[1].problem or any(self._inspection.known(one, nodes) is None for one in beside):
+            await self._inspection.look((node, one, profile.engine) for node in nodes for one in (weights, *beside))
             found = self._inspection.known(weights, nodes)
         if found:
-            return found
+            loras = [known.get((found[0], one)) or WeightFiles(one, False) for one in beside]
+            return found[0], evolve(found[1], loras=tuple(loras))
         return None, next((known[node, weights] for node in nodes if (node, weights) in known), None)
 
     def _rooms(self, nodes: Sequence[str]) -> list[NodeRoom]:

@@ -1,0 +1,1 @@
+The memory estimate counts the room that vLLM and SGLang keep for LoRA adapters, whose ranks servers look up with the weights; draft models, image projectors and other files beside the model, and adapters of models with experts, are unknown there and say so, never 0, so that such a replica gets its devices whole until `resources.device_memory` or a run says what it takes.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import time
 
 import pytest
 import pytest_twisted
 from msgspec.structs import replace
 from twisted.internet.threads import deferToThread
 
-from llmgw.router.table import KeyEntry, RoutedModel, key_digest
+from llmgw.router.admission import WaitingRoom
+from llmgw.router.prefixes import Prefixes
+from llmgw.router.routes import Routes, Shared
+from llmgw.router.scoreboard import Scoreboard
+from llmgw.router.table import KeyEntry, RoutedModel, Table, endpoint, key_digest, table_steps, write_table
 from llmgw.testing.scripted_engine import ScriptedEngine
 from tests.router_rig import KEY, Rig, plain, until
 from tests.test_router_workers import Load, ask, engine, state, table, when, workers  # noqa: F401
@@ -100,6 +107,60 @@ async def test_many_keys_and_models(workers, engine):  # noqa: F811
         await deferToThread(load.end)
     assert limited == [200, 200, 429]
     assert not load.bad
+
+
+def longest_step(steps):
+    """What it returns, and the most processor time that one of its steps took."""
+    longest = 0.0
+    while True:
+        begun = time.thread_time()
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value, longest
+        longest = max(longest, time.thread_time() - begun)
+
+
+def large(board, version, changed):
+    """1,000 models with two replicas each, and 10,000 keys; some have another address than in the table before."""
+    replicas = [f"m{number}/{replica}" for number in range(1000) for replica in range(2)]
+    models = tuple(RoutedModel(f"m{number}", endpoints=(f"m{number}/0", f"m{number}/1")) for number in range(1000))
+    keys = tuple(KeyEntry(f"k{number}", key_digest(f"sk-{number}"), rpm=2) for number in range(10_000))
+    names = [f"endpoint/{id}" for id in replicas] + [f"model/{model.name}" for model in models]
+    rows = board.assign([*names, *(f"key/{key.id}" for key in keys)], version)
+    port = 8000 + version
+    endpoints = tuple(
+        endpoint(id, f"http://h:{port if number < changed else 8000}/v1", model="m", row=rows[f"endpoint/{id}"])
+        for number, id in enumerate(replicas)
+    )
+    return Table(version, models=models, endpoints=endpoints, keys=keys)
+
+
+def test_a_large_table_is_taken_up_in_short_steps(tmp_path):
+    """Between two of them a worker's streams go on; what is the same in both tables is kept, and all else begins at the end."""
+    loop = asyncio.new_event_loop()
+    board, prefixes = Scoreboard.create(tmp_path / "scoreboard"), Prefixes(tmp_path / "prefixes")
+    shared = Shared(loop, board, prefixes, WaitingRoom(loop.call_later, time.monotonic), tmp_path)
+    routes, path = Routes(Table(), board), tmp_path / "table.json"
+    gc.disable()
+    for version, changed in ((1, 0), (2, 5), (3, 2000)):
+        write_table(path, large(board, version, changed))
+        table, longest = longest_step(table_steps(path))
+        assert longest < 0.015
+        before, (routes, longest) = routes, longest_step(Routes.steps(table, shared, routes))
+        assert longest < 0.015
+        if version == 2:
+            same = [name for name, served in routes.models.items() if served is before.models[name]]
+            assert len(same) == 997 and "m2" not in same
+            assert before.models["m2"].line.group.candidates == before.models["m2"].upstreams
+        assert routes.models["m2"].line is before.models["m2"].line if version > 1 else True
+        routes.begin()
+        assert routes.models["m2"].line.group.candidates == routes.models["m2"].upstreams
+        assert routes.caller(key_digest("sk-9999")).id == "k9999"
+    gc.enable()
+    prefixes.close()
+    board.close()
+    loop.close()
 
 
 @pytest.fixture

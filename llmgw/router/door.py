@@ -61,6 +61,7 @@ class Door:
     def use(self, routes: Routes) -> None:
         """Route by these from now on."""
         self.routes = routes
+        routes.begin()
         self.timeouts = routes.table.timeouts
         self.body_limit = routes.table.body_limit
         self.headers_timeout = self.timeouts.headers

@@ -1,11 +1,12 @@
-"""A large body being read, a few milliseconds at a time, while everybody else's requests go on."""
+"""Large things being read, a few milliseconds at a time, while everybody else's requests go on: bodies, and the routing table."""
 
 from __future__ import annotations
 
 import asyncio
 import mmap
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import TYPE_CHECKING, TypeVar
 
 from twisted.logger import Logger
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from llmgw.router.http import ServerConnection, Work
     from llmgw.router.request import Request
 
+T = TypeVar("T")
 TURN = 0.002
 log = Logger()
 
@@ -87,6 +89,20 @@ class Reading:
 
     def resume(self) -> None:
         """Nothing was paused."""
+
+
+async def in_turns(steps: Generator[None, None, T]) -> T:
+    """What C{steps} return, run for a C{TURN} at a time, between which the loop serves everybody."""
+    until = time.monotonic() + TURN
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+        if time.monotonic() >= until:
+            await asyncio.sleep(0)
+            until = time.monotonic() + TURN
 
 
 def leaving() -> Refusal:

@@ -41,10 +41,11 @@ from llmgw.router.http import ServerConnection
 from llmgw.router.prefixes import Prefixes
 from llmgw.router.probe import PERIOD, Prober
 from llmgw.router.proxies import Proxies
+from llmgw.router.reading import in_turns
 from llmgw.router.routes import Routes, Served, Shared
 from llmgw.router.scoreboard import LIVE, Scoreboard, shared_file
 from llmgw.router.sharedfile import Absent
-from llmgw.router.table import BadTable, Table, read_table
+from llmgw.router.table import BadTable, Table, table_steps
 
 SWEEP = 0.25
 GRACE = 10.0
@@ -117,12 +118,13 @@ class Worker:
         self.accounts = Accounts(self.access)
         prefixes = Prefixes(shared_file(self._folder, "prefixes"))
         self.shared = Shared(loop, self.board, prefixes, WaitingRoom(loop.call_later, time.monotonic), self._folder)
-        self.door = Door(self.shared, Routes(Table(), self.shared), self.accounts)
+        self.door = Door(self.shared, Routes(Table(), self.board), self.accounts)
         self.door.on_failure = self._failure
         self.door.on_demand = self._demand
         self.channel = Channel(self)
         self._demanded: dict[str, float] = {}
-        self._alone = False
+        self._alone = self._news = False
+        self._taking: asyncio.Task[None] | None = None
         self._leave_at: float | None = None
         self._end_at = 0.0
         self._due = 0.0
@@ -133,7 +135,7 @@ class Worker:
 
     async def start(self, channel: int | None) -> None:
         """Read the table, begin to accept, tell the server."""
-        self._read_table()
+        await self._read_table()
         self._offer = Offer(self.loop, self._folder / f"{self._generation}.{self.board.column}.sock", self._sockets)
         for listening in self._sockets:
             self._servers.append(await self.loop.create_server(self._protocol, sock=listening, ssl=self._tls))
@@ -151,16 +153,27 @@ class Worker:
 
     # The table.
 
-    def _read_table(self) -> None:
+    async def _take_tables(self) -> None:
+        """Take up the newest table, and the one that has come meanwhile."""
+        while self._news:
+            self._news = False
+            try:
+                await self._read_table()
+            except Exception:
+                self.log.failure("The routing table could not be taken up")
+            self.channel.send("routing", version=self.door.routes.table.version)
+        self._taking = None
+
+    async def _read_table(self) -> None:
         try:
-            table = read_table(self._folder / TABLE)
+            table = await in_turns(table_steps(self._folder / TABLE))
         except BadTable as error:
             self.log.error("{error}", error=error)
             self.channel.send("refused", version=0, text=str(error))
             return
         if table is not None and table.version >= self.door.routes.table.version:
             try:
-                routes = Routes(table, self.shared, self.door.routes)
+                routes = await in_turns(Routes.steps(table, self.shared, self.door.routes))
                 proxies = Proxies(table.trusted_proxies)
             except Exception:
                 self.log.failure("Routing table {version} cannot be used, the one before stays", version=table.version)
@@ -186,8 +199,8 @@ class Worker:
     def _obey(self, message: Message) -> None:
         match message["type"]:
             case "table":
-                self._read_table()
-                self.channel.send("routing", version=self.door.routes.table.version)
+                self._news = True
+                self._taking = self._taking or self.loop.create_task(self._take_tables())
             case "stop":
                 self.stop(at_once=bool(message.get("at_once")))
             case "metrics":

@@ -235,6 +235,34 @@ def test_b3_failures_of_other_apis_are_counted(rig):
         assert rig.log(client_id=f"told-{number}")[0]["reason"] == "engine_error", case
 
 
+WHOLE = [
+    ("/v1/responses", {**RESPONSE, "status": "failed", "error": FAILED}, True),
+    ("/v1/responses", {**RESPONSE, "status": "failed", "error": None}, True),
+    ("/v1/chat/completions", {"error": FAILED}, True),
+    ("/v1/responses", {**RESPONSE, "status": "completed", "error": None}, False),
+    ("/v1/responses", {**RESPONSE, "status": 7, "output": [{"error": FAILED, "status": "failed"}]}, False),
+    ("/v1/chat/completions", {"choices": [{"message": {"content": '{"error":{}} "failed"'}}]}, False),
+]
+
+
+def test_b3_failures_in_a_whole_answer_are_counted(rig):
+    """B3: an answer of the Responses API says by its own status that it failed, under HTTP 200; it goes through unchanged."""
+
+    def script(talk):
+        while request := talk.request():
+            talk.answer(json.dumps(WHOLE[int(request.header(b"x-case"))][1]).encode())
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        for number, (path, said, _) in enumerate(WHOLE):
+            fields = {"X-Case": str(number), "X-Request-Id": f"whole-{number}"}
+            status, _, body = rig.post(path, body={"model": "m"}, headers=fields)
+            assert (status, json.loads(body)) == (200, said)
+    for number, (_, said, failed) in enumerate(WHOLE):
+        (row,) = rig.log(client_id=f"whole-{number}")
+        assert row.get("reason", "") == ("engine_error" if failed else ""), said
+
+
 def test_b5_error_instead_of_a_stream(rig):
     """B5: an engine that answers 500 with JSON although a stream was asked for: that status and that body."""
 

@@ -7,7 +7,7 @@ usage is read as it goes by, and taken out where the client did not ask for it (
 
 from __future__ import annotations
 
-from llmgw.router.errors import reason_phrase, tells_error
+from llmgw.router.errors import reason_phrase, says_failed, tells_error
 from llmgw.router.request import Field
 from llmgw.router.upstream import LENGTH
 from llmgw.router.usage import MARKS, TAIL, StreamUsage, Usage, of_body
@@ -31,7 +31,7 @@ class Answer:
     @ivar plain: it has a length, known before, or can have no body (204, 304).
     @ivar events: about how many have gone through L{feed}.
     @ivar torn: what went out last was not the end of an event.
-    @ivar failed: the engine has told an error within the stream, and that is all that the client learns of it.
+    @ivar failed: the engine has told an error within its answer, and that is all that the client learns of it.
     """
 
     __slots__ = ("_held", "_tail", "_usage", "chunked", "events", "failed", "head", "plain", "sse", "status", "torn")
@@ -96,6 +96,7 @@ class Answer:
                 data = self._usage.look(data)
         elif self._tail is not None:
             self._tail = (self._tail + data)[-TAIL:] if self._tail or len(data) > TAIL else data
+            self.failed = done and says_failed(self._tail)
         return self.framed(data, done) if self.chunked else data
 
     @staticmethod

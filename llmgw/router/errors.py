@@ -14,6 +14,7 @@ from functools import lru_cache
 from http import HTTPStatus
 
 import msgspec
+from msgspec import Raw, Struct
 
 from llmgw.errors import LlmgwError
 
@@ -98,6 +99,25 @@ def error_event(shape: str, refusal: Refusal) -> bytes:
 def tells_error(data: bytes) -> bool:
     """Whether these events of an engine's stream tell that it failed."""
     return b"error" in data and _ERROR.search(data) is not None
+
+
+class _Said(Struct):
+    error: Raw = Raw(b"null")
+    status: Raw = Raw(b"null")
+
+
+_decode_said = msgspec.json.Decoder(_Said).decode
+
+
+def says_failed(body: bytes) -> bool:
+    """Whether a whole answer, under a status that says it did well, tells by itself that it did not."""
+    if b'"error"' not in body:
+        return False
+    try:
+        said = _decode_said(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return bytes(said.error)[:1] == b"{" or bytes(said.status) == b'"failed"'
 
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}

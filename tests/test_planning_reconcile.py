@@ -99,6 +99,14 @@ def test_a_registration_denies_only_what_the_node_had_confirmed():
     assert only(reconcile(world(shard(), told=early))).state is ShardState.BACKOFF
 
 
+@pytest.mark.parametrize(("revision", "gone"), [(4, False), (5, True)])
+def test_a_shard_that_stops_before_its_node_had_the_order_to_start_it_is_not_gone_yet(revision, gone):
+    """It was placed by revision 5 and ordered away at once: a report from before that says nothing, and it holds its device."""
+    record = shard(state=ShardState.STOPPING, wanted=Wanted.STOP, url="")
+    found = reconcile(world(record, models=[model(replicas=0)], told={"a": told(revision=revision)}))
+    assert (found.shards["m/1/0"].allocation is None) is gone
+
+
 def test_an_older_attempt_says_nothing_about_the_newer():
     """The report crossed our order for attempt 2."""
     record = shard(state=ShardState.PLACED, attempt=2)

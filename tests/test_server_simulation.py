@@ -73,6 +73,20 @@ def test_an_older_store_believes_the_fleet():
     assert fleet.pids() == pids and fleet.ready("m") == 1
 
 
+def test_an_older_store_that_knows_a_replica_elsewhere_takes_no_route():
+    """A restored backup has the name on a node that is away and never said anything: what the routers route to may serve."""
+    fleet = serving(models=[model("m", 1)])
+    older = fleet.older()
+    record = older.records["shard", "m/1/0"]
+    elsewhere = evolve(record.allocation, node="b", address="b.sim", ports=(20050,))
+    older.records["shard", "m/1/0"] = evolve(record, state=ShardState.UNKNOWN, url="", key="", allocation=elsewhere)
+    fleet.end()
+    fleet.store, fleet.cut = older, {"a", "b"}
+    fleet.lead()
+    fleet.run(20)
+    assert fleet.routers.routed == {"m/1": ("a.sim", 20000)}
+
+
 def test_a_crash_is_retried_with_backoff_and_its_reason_kept():
     """The next attempt has a higher number and other ports; first and last reason are both known."""
     fleet = serving(models=[model("m", 1)])

@@ -79,8 +79,11 @@ def _missing(draft: Draft, record: ShardRecord, told: Told) -> None:
 
 
 def _seen(record: ShardRecord) -> bool:
-    """Whether its node has said before that this attempt runs: then whatever it says without it is news."""
-    return record.url != "" or (record.state.live and record.state is not ShardState.UNKNOWN)
+    """Whether its node has said before that this attempt runs: then whatever it says without it is news.
+
+    Of one that stops nobody knows: it may have been ordered away while the order to start it was under way.
+    """
+    return record.url != "" or (record.state.live and record.state not in (ShardState.UNKNOWN, ShardState.STOPPING))
 
 
 def _older(draft: Draft, record: ShardRecord, report: ShardReport, told: Told) -> None:

@@ -174,15 +174,21 @@ def _made(id: str, url: str, model: str, key: str, limit: int | None) -> RoutedE
 
 
 def _inherited(known: Known, model: str, before: Table | None, enough: bool = False) -> list[RoutedEndpoint]:
-    """Endpoints of replicas that this leader has no record of: routed while nothing speaks against them."""
+    """Endpoints of replicas that this leader has no record of, or has not heard of: routed while nothing speaks against them."""
     if before is None or enough:
         return []
-    recorded = {replica_of(record.shard) for record in known.shards.values() if record.model == model}
+    ours = (record for record in known.shards.values() if record.model == model)
+    recorded = {replica_of(record.shard) for record in ours if not _unheard(record)}
     listed = next((routed.endpoints for routed in before.models if routed.name == model), ())
     kept = [
         one for one in before.endpoints if one.id in listed and not one.static and not {one.id, replica_of(one.id)} & recorded
     ]
     return [one for one in kept if address_of(one) not in known.denied and not _denied(known, one)]
+
+
+def _unheard(record: ShardRecord) -> bool:
+    """Whether our record only says that it was to run on a node that is away; after an older store is in place it may serve."""
+    return record.wanted is Wanted.RUN and record.state is ShardState.UNKNOWN and not record.url
 
 
 def _denied(known: Known, one: RoutedEndpoint) -> bool:

@@ -2,9 +2,9 @@
 
     python -m llmgw.testing.chaos --seed 17 [--nodes 4] [--steps 25]
 
-repeats the life that a failing test printed. Messages are lost, doubled, late and out of order; links, machines, engines,
-agents, servers and stores fail; several servers believe to lead; clocks are 10 minutes off; the store is stalled, full, older or
-empty. What must hold at each step is in L{llmgw.testing.invariants}.
+repeats the life that a failing test printed. Messages are lost, doubled, late and overtaken by those of other links; links,
+machines, engines, agents, servers and stores fail; several servers believe to lead; clocks are 10 minutes off; the store is
+stalled, full, older or empty. What must hold at each step is in L{llmgw.testing.invariants}.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from attrs import evolve
 from twisted.internet.defer import Deferred
 from twisted.python.failure import Failure
 
 from llmgw.errors import LlmgwError
-from llmgw.fleet.model import Model
+from llmgw.fleet.model import Model, Scale
+from llmgw.fleet.node import Fabric
 from llmgw.server.operations import Operations
+from llmgw.server.rollouts import Rollouts
 from llmgw.testing.invariants import Broken
 from llmgw.testing.memorystore import MemoryStore
 from llmgw.testing.simagents import SimAgent
@@ -28,26 +31,32 @@ from llmgw.testing.simulate import Fleet, model
 
 MINUTES_OFF = 600.0
 SETTLE = 1500.0
+LOOP = 240.0
+IDLE = 20.0
 
 
 class Chaos:
     """A fleet and its fate.
 
-    @param nodes: how many machines of two devices; as many models want one device each, and one wants two.
+    @param nodes: how many machines of three devices, at least three. Half as many models want one device for each replica, one
+        wants two, one is spread over two machines, and one runs only while it is asked for.
     """
 
     def __init__(self, seed: int, nodes: int = 4, steps: int = 25) -> None:
         self._chance = Random(seed)
         self._steps = steps
-        self.fleet = Fleet({f"n{number}": 2 for number in range(nodes)}, seed=seed)
+        self.fleet = Fleet({f"n{number}": 3 for number in range(nodes)}, seed=seed)
+        for agent in self.fleet.agents.values():
+            agent.fabrics, agent.sleeps = (Fabric("rack"),), self._chance.random() < 0.5
         self._backup: MemoryStore | None = None
-        self._models = [*(model(f"m{number}", 1) for number in range(max(2, nodes // 2))), model("big", 1, devices=2)]
+        singles = [model(f"m{number}", 1) for number in range(max(2, nodes // 2))]
+        self._models = [*singles, model("big", 1, devices=2), model("gang", 1, nodes=2), on_demand("z")]
         self.done: list[str] = []
         self._fates: list[tuple[int, Callable[[], None]]] = [
             (20, self.cut), (14, self.die), (10, self.crash), (6, self.usurp), (3, self.cut_most), (6, self.reboot),
             (4, self.wipe), (6, self.agent_away), (6, self.full), (6, self.stall), (4, self.answers_lost), (3, self.restore),
             (2, self.forget), (14, self.apply), (5, self.clocks), (8, self.weather), (4, self.routers), (6, self.drain),
-            (4, self.restart), (5, self.doom),
+            (4, self.restart), (5, self.doom), (3, self.loop), (10, self.ask),
         ]  # fmt: skip
 
     def live(self) -> Fleet:
@@ -125,6 +134,13 @@ class Chaos:
         """On one node a model cannot start, or can again."""
         self._agent().doomed ^= {self._chance.choice(self._models).name}
 
+    def loop(self) -> None:
+        """A model can start nowhere for longer than it is tried."""
+        name = self._chance.choice(self._models).name
+        for agent in self.fleet.agents.values():
+            agent.doomed.add(name)
+        self.fleet.run(LOOP)
+
     def _unlink(self, agent: SimAgent) -> None:
         for port in self.fleet.ports:
             port.unlink(agent.name, "the machine went down")
@@ -189,7 +205,7 @@ class Chaos:
         self._agent().ahead = self._chance.choice((0.0, MINUTES_OFF, -MINUTES_OFF))
 
     def weather(self) -> None:
-        """Messages are lost, doubled, late and out of order, more or less."""
+        """Messages are lost, doubled, late and overtaken by those of other links, more or less."""
         chance = self._chance.choice
         self.fleet.loss, self.fleet.double, self.fleet.jitter = chance((0, 0.1, 0.4)), chance((0, 0.2)), chance((0.0, 0.5, 8.0))
 
@@ -199,13 +215,20 @@ class Chaos:
 
     def apply(self) -> None:
         """Another catalog: numbers of replicas and profiles."""
-        change = self._chance.randint
-        self._models = [
-            model(one.name, change(0, 2), one.profile.resources.devices or 0, version=change(1, 2))
-            for one in self._models
-            if one.profile
-        ]
+        self._models = [self._another(one) for one in self._models]
         self.fleet.apply(self._models)
+
+    def _another(self, one: Model) -> Model:
+        count, version = self._chance.randint(0, 2), self._chance.randint(1, 2)
+        changed = _like(one, version, Scale(count, count))
+        return changed if one.replicas.min == one.replicas.max else evolve(changed, replicas=one.replicas)
+
+    def ask(self) -> None:
+        """A request waits for the model that runs on demand, for a while."""
+        self.fleet.routers.queued["z"] = 1
+        self.fleet.controller.demand.asked("z")
+        self.fleet.run(self._chance.random() * 20)
+        self.fleet.routers.queued.clear()
 
     def drain(self) -> None:
         """A node is drained, or opened again."""
@@ -228,7 +251,7 @@ class Chaos:
         for agent in fleet.agents.values():
             agent.alive = True
             agent.doomed.clear()
-        wanted: list[Model] = [model(one.name, 1, 2 if one.name == "big" else 1, version=3) for one in self._models]
+        wanted = [_like(one, 3, Scale(1, 1)) for one in self._models]
         fleet.run(20)
         for name in fleet.agents:
             self._ordered(Operations(fleet.controller).reset(name))
@@ -245,7 +268,26 @@ class Chaos:
                 self._ordered(Operations(fleet.controller).stop(orphan.report.shard, orphan.node))
             elif engine := fleet.agents[orphan.node].engines.get(orphan.report.shard):
                 fleet.agents[orphan.node].die(engine, fleet.clock.seconds(), "stopped by hand on its node")
-        return all(fleet.ready(one.name) == 1 for one in wanted) and len(fleet.engines()) == len(wanted)
+        for name, note in fleet.controller.outcome.notes.items() if fleet.controller.outcome else ():
+            if "--allow-outage" in note:
+                self._ordered(Rollouts(fleet.controller).order(name, "resume", True))
+        running = sorted((e.order.model, e.order.generation) for agent in fleet.agents.values() for e in agent.running())
+        whole = sorted((one.name, one.generation) for one in wanted for _ in range(_spread(one)))
+        return all(fleet.ready(one.name) == 1 for one in wanted) and running == whole
+
+
+def on_demand(name: str) -> Model:
+    """A model that runs only while somebody asks for it."""
+    return evolve(model(name), replicas=Scale(0, 1, idle_after=IDLE))
+
+
+def _spread(one: Model) -> int:
+    return one.profile.parallel.nodes if one.profile else 0
+
+
+def _like(one: Model, version: int, replicas: Scale) -> Model:
+    assert one.profile is not None
+    return evolve(model(one.name, 1, one.profile.resources.devices or 0, _spread(one), version), replicas=replicas)
 
 
 def main() -> None:
@@ -256,7 +298,8 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=25)
     asked = options.parse_args()
     chaos = Chaos(asked.seed, asked.nodes, asked.steps)
-    sys.stdout.write(f"{chaos.live().describe()}\n")
+    fleet = chaos.live()
+    sys.stdout.write(f"{fleet.describe()}\nevents {fleet.log()}\n")
 
 
 if __name__ == "__main__":

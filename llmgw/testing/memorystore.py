@@ -62,6 +62,10 @@ class MemoryStore:
         found = (tuple(kinds["node"]), tuple(kinds["shard"]), tuple(kinds["key"]), tuple(kinds["rollout"]))
         return Snapshot("sim", epoch, self.revision, self.catalog, *found, self.ahead)
 
+    def outranked(self, epoch: int) -> None:
+        """The leader has raised its epoch."""
+        self.leads = max(self.leads, epoch)
+
     def commit(self, epoch: int, changes: Iterable[object]) -> Deferred[int]:
         """See L{IStore}."""
         if self.stalled:

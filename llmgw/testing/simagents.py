@@ -1,4 +1,4 @@
-"""Simulated nodes: agents that follow orders as the real one does, with engines that are only numbers.
+"""Simulated nodes: agents that follow orders as the real one does, with the real one's fence, and engines that are only numbers.
 
 They hold what a real node holds through every fault: an agent that restarts adopts its engines, a link that ends stops nothing,
 an operation that is repeated has no second effect.
@@ -7,21 +7,43 @@ an operation that is repeated has no second effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from attrs import define, field
 
+from llmgw.agent.fence import Fence
 from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts
-from llmgw.fleet.shard import ADDRESS_GONE, NODE_RESTARTED, EngineLoad, ShardExit, ShardOrder, ShardReport, ShardState, Wanted
+from llmgw.fleet.shard import (
+    ADDRESS_GONE,
+    NODE_RESTARTED,
+    EngineLoad,
+    ShardExit,
+    ShardOrder,
+    ShardReport,
+    ShardState,
+    Wanted,
+    replica_of,
+)
 from llmgw.wire.messages import Done, Register, Report
 
 GIB = 2**30
 
 
+class SimFence(Fence):
+    """The fence of a real agent on a disk that never fails."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def _store(self, epoch: int, leader: str) -> None:
+        self.epoch, self.leader = epoch, leader
+
+
 @define
 class SimEngine:
-    """One attempt of a shard. C{since} is when it entered its state."""
+    """One attempt of a shard. C{since} is when it entered its state; C{served}: this attempt has been ready."""
 
     order: ShardOrder
     pid: int
@@ -30,6 +52,7 @@ class SimEngine:
     reason: str = ""
     next: ShardOrder | None = None
     conditions: tuple[str, ...] = ()
+    served: bool = False
 
     @property
     def live(self) -> bool:
@@ -47,6 +70,9 @@ class SimAgent:
     @ivar epochs: every epoch whose orders it has followed.
     @ivar stopped: every shard that was stopped by order, with the order: what nobody ordered must not be in it.
     @ivar replaced: every attempt that was stopped for a later one, with the state it was in.
+    @ivar effects: by the id of an operation, what it was told to do; C{reused} the ids that came with another effect.
+    @ivar clashes: the orders to start on a device that another engine had.
+    @ivar crashes: by replica, when an engine of it ended by itself.
     """
 
     name: str
@@ -58,7 +84,7 @@ class SimAgent:
     fabrics: tuple[Fabric, ...] = ()
     engines: dict[str, SimEngine] = field(factory=dict)
     answered: dict[str, Done] = field(factory=dict)
-    fence: tuple[int, str] = (0, "")
+    fence: SimFence = field(factory=SimFence)
     applied: tuple[int, int] = (0, 0)
     session: str = ""
     alive: bool = True
@@ -67,6 +93,10 @@ class SimAgent:
     epochs: list[int] = field(factory=list)
     stopped: list[ShardOrder] = field(factory=list)
     replaced: list[tuple[ShardOrder, ShardState]] = field(factory=list)
+    effects: dict[str, tuple[object, ...]] = field(factory=dict)
+    reused: set[str] = field(factory=set)
+    clashes: list[str] = field(factory=list)
+    crashes: dict[str, list[float]] = field(factory=dict)
     say: Callable[[Any], None] = lambda message: None
     running_requests: int | None = None
     sleeps: bool = False
@@ -82,7 +112,9 @@ class SimAgent:
 
     def register(self) -> Register:
         """Who it is and what runs."""
-        return Register(1, self.name, f"i-{self.name}", "boot", *self.fence, self.facts(), self._reports())
+        return Register(
+            1, self.name, f"i-{self.name}", "boot", self.fence.epoch, self.fence.leader, self.facts(), self._reports()
+        )
 
     def report(self) -> Report:
         """What runs."""
@@ -99,7 +131,7 @@ class SimAgent:
                 rank=engine.order.allocation.rank,
                 pid=engine.pid if engine.live else None,
                 since=engine.since + self.ahead,
-                url=f"http://{self.name}.sim:{engine.order.allocation.ports[0]}/v1",
+                url=f"http://{self.name}.sim:{engine.order.allocation.ports[0]}/v1" if not engine.order.allocation.rank else "",
                 key=f"key-{engine.pid}",
                 devices=engine.order.allocation.devices,
                 ports=engine.order.allocation.ports,
@@ -118,13 +150,11 @@ class SimAgent:
         """Follow orders, unless they are of a leader that is over."""
         if not self.alive:
             return
-        if epoch < self.fence[0] or (epoch == self.fence[0] and self.fence[1] not in ("", leader)):
+        if self.fence.admit(epoch, leader) or (epoch, revision) < self.applied:
             return
-        if (epoch, revision) < self.applied:
-            return
-        if self.fence[0] != epoch:
+        if self.epochs[-1:] != [epoch]:
             self.epochs.append(epoch)
-        self.fence, self.applied = (epoch, leader), (epoch, revision)
+        self.applied = epoch, revision
         for order in orders:
             self._follow(order, now)
         listed = {order.shard for order in orders}
@@ -132,6 +162,9 @@ class SimAgent:
         self.say(self.report())
 
     def _follow(self, order: ShardOrder, now: float) -> None:
+        effect = (order.shard, order.attempt, order.wanted, order.allocation)
+        if self.effects.setdefault(order.operation, effect) != effect:
+            self.reused.add(order.operation)
         if done := self.answered.get(order.operation):
             self.say(done)
             return
@@ -172,6 +205,7 @@ class SimAgent:
             shared = set(order.allocation.devices) & set(other.order.allocation.devices)
             alone = not (order.profile.resources.share and other.order.profile.resources.share)
             if other.live and shard != order.shard and shared and alone:
+                self.clashes.append(f"{order.shard} on {self.name}, which {shard} has")
                 return "device_in_use", {"text": f"a device of {order.shard} is held by {shard}"}
         return None
 
@@ -190,18 +224,25 @@ class SimAgent:
         elif state is ShardState.LOADING and lasted >= 1.0 and self.doomed & {engine.order.model, engine.order.generation}:
             self.die(engine, now, "it was doomed")
         elif state is ShardState.LOADING and lasted >= self.load:
-            engine.state, engine.since = ShardState.READY, now
+            engine.state, engine.since, engine.served = ShardState.READY, now, True
+            self._answer(engine.order, True)
         elif state is ShardState.STOPPING and lasted >= self.grace:
             engine.state, engine.since = ShardState.STOPPED, now
             if engine.next is not None:
                 engine.order, engine.next = engine.next, None
-                engine.state, engine.pid = ShardState.STARTING, engine.pid + 1000
+                engine.state, engine.pid, engine.served = ShardState.STARTING, engine.pid + 1000, False
 
     def die(self, engine: SimEngine, now: float, reason: str) -> None:
         """An engine ends by itself."""
+        self.crashes.setdefault(replica_of(engine.order.shard), []).append(now)
         engine.state, engine.since, engine.reason = ShardState.FAILED, now, reason
+        self._answer(engine.order, False)
         if self.alive:
             self.say(self.report())
+
+    def _answer(self, order: ShardOrder, ok: bool) -> None:
+        """Remember what has become of an order to run, so that it starts nothing once more when all else of it is forgotten."""
+        self.answered.setdefault(order.operation, Done(order.operation, ok))
 
     def reboot(self) -> None:
         """The machine starts anew: every engine is gone, the state folder is not."""
@@ -209,12 +250,13 @@ class SimAgent:
             if engine.live:
                 engine.state, engine.reason = ShardState.FAILED, "the machine was restarted"
                 engine.conditions = (NODE_RESTARTED,)
+                self._answer(engine.order, False)
 
     def wipe(self) -> None:
         """The machine was set up anew: it remembers nothing and runs nothing."""
         self.engines.clear()
         self.answered.clear()
-        self.fence, self.applied = (0, ""), (0, 0)
+        self.fence, self.applied = SimFence(), (0, 0)
 
     def running(self) -> list[SimEngine]:
         """The engines that live."""

@@ -26,18 +26,19 @@ class Net(Protocol):
     agents: dict[str, SimAgent]
     clock: Clock
 
-    def send(self, arrive: Callable[[], None]) -> None:
-        """A message on its way."""
+    def send(self, node: str, line: str, arrive: Callable[[], None]) -> None:
+        """A message on its way to or from a node; one does not overtake another of its line."""
 
 
 @implementer(ILeadership)
 class SimLeadership:
-    """A leadership that a test gives and takes."""
+    """A leadership that a test gives and takes. C{raised} is told of an epoch above the one it began with."""
 
     addresses: tuple[str, ...] = ()
     problem = ""
 
-    def __init__(self, epoch: int, leader: str) -> None:
+    def __init__(self, epoch: int, leader: str, raised: Callable[[int], None] = lambda epoch: None) -> None:
+        self._raised = raised
         self.epoch = epoch
         self.leader = leader
         self.held = True
@@ -53,6 +54,7 @@ class SimLeadership:
     def outrank(self, epoch: int) -> Deferred[int]:
         """See L{ILeadership}."""
         self.epoch = max(self.epoch, epoch) + 1
+        self._raised(self.epoch)
         return succeed(self.epoch)
 
     def watch(self, changed: Callable[[], None]) -> None:
@@ -116,19 +118,25 @@ class SimRouters:
 
 
 class SimPort:
-    """The links of one leader. A message takes C{delay} and is lost with probability C{loss}."""
+    """The links of one leader.
+
+    @ivar unfit: how often orders were to be sent by a server that may not act, which is asked before they come here.
+    @ivar known: every node that has had a link.
+    """
 
     def __init__(self, fleet: Net, controller: Controller, leadership: SimLeadership) -> None:
         self._fleet = fleet
         self._controller = controller
         self._leadership = leadership
         self._count = 0
-        self.expected = 0
+        self.expected = self.unfit = 0
         self.links: dict[str, str] = {}
+        self.known: set[str] = set()
 
     def desired(self, node: str, orders: Sequence[ShardOrder], revision: int) -> bool:
         """See L{llmgw.server.fleetport.FleetPort}."""
         session = self.links.get(node)
+        self.unfit += not self._leadership.may_act()
         if session is None or not self._leadership.may_act():
             return False
         agent = self._fleet.agents[node]
@@ -138,7 +146,7 @@ class SimPort:
             if self.links.get(node) == session:
                 agent.desired(epoch, leader, revision, orders, self._fleet.clock.seconds())
 
-        self._fleet.send(arrive)
+        self._fleet.send(node, f"{leader} {session} down", arrive)
         return True
 
     def ask(self, node: str, message: Any, timeout: float) -> Deferred[Done]:
@@ -170,7 +178,9 @@ class SimPort:
         self._count += 1
         session = self.links[agent.name] = f"{self._leadership.epoch}.{self._count}"
         agent.session = session
-        agent.say = lambda message: self._fleet.send(lambda: self._hear(agent.name, session, message))
+        self.known.add(agent.name)
+        up = f"{self._leadership.leader} {session} up"
+        agent.say = lambda message: self._fleet.send(agent.name, up, lambda: self._hear(agent.name, session, message))
         self._controller.joined(agent.name, session, register)
         agent.say(agent.report())
 

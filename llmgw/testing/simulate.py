@@ -7,6 +7,7 @@ the same seed makes the same run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from random import Random
 
 from twisted.internet.task import Clock
@@ -49,7 +50,8 @@ class Fleet:
         self.cut: set[str] = set()
         self.loss = self.double = 0.0
         self.delay, self.jitter = 0.02, 0.0
-        self.epoch = 0
+        self._arrivals: dict[str, float] = {}
+        self._servers = 0
         self.refusals: list[str] = []
         self.lenient = False
         self.wall_ahead = 0.0
@@ -63,9 +65,9 @@ class Fleet:
 
     def lead(self, models: Iterable[Model] = (), fresh: bool = False) -> None:
         """Start a server, or the next one, on what the store has."""
-        self.epoch = max(self.epoch, self.store.leads) + 1
+        self._servers += 1
         before = self.routers.table or Table()
-        self.leadership = SimLeadership(self.epoch, f"cp@{self.epoch}")
+        self.leadership = SimLeadership(self.store.leads + 1, f"cp@{self._servers}", self.store.outranked)
         self.controller = Controller(
             self.clock, "cp", self.timing, self.store, self.leadership, self.routers, self.random,
             Clocks(lambda: self.clock.seconds() + self.wall_ahead, self.clock.seconds), Reckoner({}),
@@ -75,7 +77,8 @@ class Fleet:
         self.controller.routing.before = self.routers.table
         if models and self.store.catalog is None:
             self.apply(models)
-        self.controller.begin(self.store.snapshot(self.epoch), fresh)
+        self.controller.begin(self.store.snapshot(self.leadership.epoch), fresh)
+        self._invariants.begun()
         self.controller.go()
         self.clock.advance(0.2)
         self._invariants.taken_over(before)
@@ -134,11 +137,16 @@ class Fleet:
 
     # Time.
 
-    def send(self, arrive: Callable[[], None]) -> None:
-        """A message on its way: late, lost, doubled, and with C{jitter} before one that was sent earlier."""
+    def send(self, node: str, line: str, arrive: Callable[[], None]) -> None:
+        """A message on its way: late, lost, doubled, and with C{jitter} after those of other lines that were sent later.
+
+        A line keeps its order, as the stream below every link does.
+        """
         chance = self.random.random()
         for _ in range(0 if chance < self.loss else 2 if chance < self.loss + self.double else 1):
-            self.clock.callLater(self.delay + (self.random.random() * self.jitter if self.jitter else 0.0), arrive)
+            late = self.delay + (self.random.random() * self.jitter if self.jitter else 0.0)
+            at = self._arrivals[line] = max(self.clock.seconds() + late, self._arrivals.get(line, 0.0))
+            self.clock.callLater(at - self.clock.seconds(), arrive)
 
     def run(self, seconds: float) -> None:
         """Let time pass, step by step, checking after each."""
@@ -194,6 +202,11 @@ class Fleet:
     def says(self, *words: str) -> bool:
         """Whether some event holds all these words."""
         return any(all(word in event.text for word in words) for event in self.store.events)
+
+    def log(self) -> str:
+        """A digest of all that has happened: two runs of one seed have the same."""
+        lines = [f"{event.at!r} {event.kind} {event.text}\n" for event in self.store.events]
+        return f"{len(lines)} {sha256(''.join(lines).encode()).hexdigest()}"
 
     def describe(self) -> str:
         """Where it stands."""

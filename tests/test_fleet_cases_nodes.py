@@ -21,13 +21,13 @@ server's own logic shows of them, with simulated nodes, and where the others are
          test_engines_memory.py: unknown is never 0
     H3   test_foreign_memory_is_respected_and_named_with_its_pid in test_planning_placement.py
     H4   test_h4_a_device_shows_every_holder_and_claim_beside_its_observed_use in test_server_devices.py, and here
-    H5   test_h5_a_device_told_twice_is_one_device in test_agent_inventory.py; two agents of one host do not share devices by
-         themselves: each is given its own in `devices`
+    H5   here, and test_h5_a_device_told_twice_is_one_device in test_agent_inventory.py
     H7   test_mig_instances_are_devices in test_agent_inventory.py, test_sick_missing_and_parent_devices_are_not_used in
          test_planning_placement.py
     H8   test_h8_a_lost_device_is_cordoned_by_itself_until_it_is_well in test_server_devices.py,
          test_a_node_on_which_everything_fails_is_quarantined in test_server_simulation.py
-    H9   test_a_crash_loop_moves_once_then_fails_and_waits_for_an_operator in test_server_simulation.py
+    H9   here, and test_a_crash_loop_moves_once_then_fails_and_waits_for_an_operator in test_server_simulation.py; what context
+         would have fitted is in F20 of test_engines_failures.py
     H10  test_two_engines_on_one_device_start_one_after_the_other in test_agent_turns.py
     H11  here
     H12  test_spread_takes_the_emptiest_node in test_planning_placement.py
@@ -47,13 +47,18 @@ from hypothesis import strategies as st
 from twisted.internet.defer import Deferred, gatherResults
 
 from llmgw.fleet.model import Catalog
+from llmgw.fleet.node import Device, Inventory
 from llmgw.fleet.records import DeviceCordon
-from llmgw.fleet.shard import ADDRESS_GONE, ShardState
+from llmgw.fleet.shard import ADDRESS_GONE, Allocation, ShardState
+from llmgw.planning.fleetroom import ledger
 from llmgw.planning.reconcile import explain
+from llmgw.planning.world import Draft
+from llmgw.testing.simagents import SimAgent
 from llmgw.testing.simulate import Fleet, model
 from llmgw.wire.messages import Done
 from tests.server_rig import Rig
 from tests.simulation_rig import serving
+from tests.test_planning_reconcile import node, report, shard, told, world
 
 TESTS = Path(__file__).parent
 GIB = 2**30
@@ -157,6 +162,64 @@ def test_h4_a_shard_that_failed_for_good_holds_no_device():
     fleet.until(lambda: any(record.state is ShardState.FAILED for record in placed(fleet)), "failed", 2000)
     fleet.apply([model("m", 1), model("other", 1)])
     fleet.until(lambda: fleet.ready("other") == 1, "the other is ready")
+
+
+class SameMachine(SimAgent):
+    """An agent on the machine of agent a: it sees the same devices."""
+
+    def facts(self):
+        known = super().facts()
+        devices = tuple(Device(f"a-gpu{index}", index, "SIM", 80 * GIB, memory_used=0) for index in range(self.devices))
+        return evolve(known, inventory=evolve(known.inventory, devices=devices))
+
+
+def test_h5_two_agents_of_one_machine_are_not_both_given_a_device():
+    """H5: one has it, and what the other could run is refused with the reason and what to do."""
+    fleet = Fleet({"a": 1, "b": 1})
+    fleet.agents["b"] = SameMachine("b", 1, fleet.random, load=1.0)
+    fleet.lead([model("m", 2)])
+    fleet.until(lambda: fleet.ready("m") == 1, "one is placed")
+    fleet.run(20)
+    assert len([record for record in placed(fleet) if record.allocation.devices]) == 1
+    explanation = explain(fleet.controller.world(), fleet.controller.outcome, "m")
+    assert "a has this device, too: give each agent of a machine its own" in str(explanation)
+
+
+@pytest.mark.parametrize(("holder", "other"), ["ab", "ba"])
+def test_h5_a_device_of_two_agents_is_that_ones_who_has_engines_on_it(holder, other):
+    """H5: so that no order of names takes it away from what runs."""
+    device = (Device("GPU-x", 0, "H100", 80 * GIB),)
+    inventory = Inventory(1, GIB, devices=device)
+    nodes = {name: evolve(node(name), facts=evolve(node(name).facts, inventory=inventory)) for name in "ab"}
+    held = shard(1, ShardState.READY, holder, allocation=Allocation(holder, devices=("GPU-x",), ports=(20001,)))
+    room = ledger(Draft(world(held, nodes=nodes, told={holder: told(report()), other: told()})))
+    assert room.candidate(holder).device_cordons == {}
+    assert room.candidate(other).device_cordons["GPU-x"].startswith(f"{holder} has this device, too")
+
+
+def test_h9_failures_are_counted_exactly_however_an_engine_ends():
+    """H9: while it loads, when it serves, at somebody's hand while no server looked: one each, and none for a start anew."""
+    fleet = serving({"a": 1}, [model("m", 1)])
+    agent = fleet.agents["a"]
+
+    def crashes():
+        (record,) = placed(fleet)
+        return len(record.crashes)
+
+    def reach(state):
+        fleet.until(lambda: getattr(agent.engines.get("m/1/0"), "state", None) is state, f"it is {state}")
+
+    for number, state in enumerate((ShardState.READY, ShardState.LOADING, ShardState.READY), 1):
+        reach(state)
+        agent.die(agent.engines["m/1/0"], fleet.clock.seconds(), "killed by somebody")
+        fleet.until(lambda number=number: crashes() == number, "counted")
+    reach(ShardState.READY)
+    fleet.end()
+    agent.die(agent.engines["m/1/0"], fleet.clock.seconds(), "killed while no server looked")
+    fleet.lead()
+    fleet.until(lambda: crashes() == 4, "counted once")
+    fleet.run(120)
+    assert crashes() == 4 and fleet.ready("m") == 1
 
 
 @pytest_twisted.ensureDeferred

@@ -35,7 +35,31 @@ def ledger(draft: Draft, without: frozenset[str] = frozenset()) -> Ledger:
             (gone if record.shard in without else claims)[record.allocation.node].append(_claim(draft, record))
     for node, told in draft.world.told.items():
         claims[node] += [_stray(report) for report in told.shards.values() if _is_stray(draft, node, report)]
-    return Ledger(_candidate(draft.world, _vacated(node, gone[node.name]), claims[node.name]) for node in draft.nodes.values())
+    twice = _told_twice(draft, claims)
+    return Ledger(
+        _candidate(draft.world, _vacated(node, gone[node.name]), claims[node.name], twice.get(node.name, {}))
+        for node in draft.nodes.values()
+    )
+
+
+def _told_twice(draft: Draft, claims: Mapping[str, list[Claim]]) -> dict[str, dict[str, str]]:
+    """By node, the devices that another one tells of, too, and why they are that one's: agents of one machine see the same ones.
+
+    They belong to who has engines on them, else to the first by name.
+    """
+    tellers: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(draft.world.told):
+        node = draft.nodes.get(name)
+        for device in node.facts.inventory.devices if node and node.facts else ():
+            tellers[device.uuid].append(name)
+    closed: dict[str, dict[str, str]] = defaultdict(dict)
+    for uuid, names in tellers.items():
+        if len(names) > 1 and not uuid.startswith("index-"):
+            owner = next((name for name in names if any(uuid in claim.devices for claim in claims.get(name, ()))), names[0])
+            why = f"{owner} has this device, too: give each agent of a machine its own (agent.yaml, devices)"
+            for name in names:
+                closed[name] |= {uuid: why} if name != owner else {}
+    return closed
 
 
 def _vacated(node: NodeRecord, gone: list[Claim]) -> NodeRecord:
@@ -101,7 +125,7 @@ def _stray(report: ShardReport) -> Claim:
     )
 
 
-def _candidate(world: World, node: NodeRecord, claims: list[Claim]) -> Candidate:
+def _candidate(world: World, node: NodeRecord, claims: list[Claim], closed: Mapping[str, str]) -> Candidate:
     state, note = node.state, ""
     if state is NodeState.READY and node.name not in world.told:
         state, note = NodeState.UNREACHABLE, "not back yet"
@@ -116,7 +140,7 @@ def _candidate(world: World, node: NodeRecord, claims: list[Claim]) -> Candidate
         state,
         note,
         cordoned=node.cordoned and not node.draining,
-        device_cordons={uuid: cordon.text for uuid, cordon in node.device_cordons.items()},
+        device_cordons={**closed, **{uuid: cordon.text for uuid, cordon in node.device_cordons.items()}},
         draining=node.draining,
         quarantined=in_quarantine(node, world.now),
         claims=tuple(claims),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
-from llmgw.fleet.shard import Diagnosis, ShardExit
+from llmgw.fleet.shard import DISK_FULL, Diagnosis, ShardExit
 
 CONFIGURATION, RETRY, CLEAN, NODE, SOURCE, UNKNOWN = (
     "configuration",
@@ -64,7 +64,7 @@ ANY_ENGINE: tuple[Failure, ...] = (
     ),
     failure(
         r"No space left on device",
-        NODE,
+        DISK_FULL,
         "a disk of the node is full",
         "Free space where the engine writes (cache, TMPDIR, /dev/shm).",
     ),

@@ -87,6 +87,7 @@ class ShardRecord:
     @ivar given_up: its node was lost, so another replica may have taken its place.
     @ivar adopted: it was found running and taken over, not started by an order.
     @ivar to_sleep: once it is drained its engine is put to sleep instead of stopped.
+    @ivar fault: what took its last attempt down where that was not its own failure; empty where it was, or nothing has.
     @ivar drain: how many seconds its requests may take when it leaves, as its model said last; None for C{timing.drain}.
     @ivar peak: the most bytes of one device that its engine was seen to use while it served; None if it was never seen.
     """
@@ -122,6 +123,7 @@ class ShardRecord:
     peak: int | None = None
     to_sleep: bool = False
     drain: float | None = None
+    fault: str = ""
 
 
 class RolloutState(StrEnum):

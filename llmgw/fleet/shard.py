@@ -209,7 +209,7 @@ class ShardExit:
 class Diagnosis:
     """Why an engine failed, in one sentence, and what to do.
 
-    @ivar cause: C{configuration}, C{retry}, C{clean_and_retry}, C{node}, C{source} or C{unknown}.
+    @ivar cause: C{configuration}, C{retry}, C{clean_and_retry}, C{node}, C{disk_full}, C{source} or C{unknown}.
     """
 
     cause: str
@@ -222,6 +222,8 @@ class Diagnosis:
 
 # A condition: the engine ended with its machine, which is nobody's failure.
 NODE_RESTARTED = "node_restarted"
+# A cause, and why an order is declined: a disk of the node is full, which passes when somebody makes room.
+DISK_FULL = "disk_full"
 # A condition: it listens at an address that its node has lost, so nobody reaches it.
 ADDRESS_GONE = "address_gone"
 

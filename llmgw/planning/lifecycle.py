@@ -104,7 +104,7 @@ def follow_quarantine(draft: Draft) -> None:
             continue
         if record.state is ShardState.READY:
             serving.add(record.allocation.node)
-        elif record.crashes and record.state in (ShardState.BACKOFF, ShardState.FAILED):
+        elif record.crashes and not record.fault and record.state in (ShardState.BACKOFF, ShardState.FAILED):
             failing[record.allocation.node].append(record)
     for name, records in failing.items():
         node = draft.nodes.get(name)

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
-from llmgw.fleet.shard import ADDRESS_GONE, ShardReport, ShardState, Wanted
+from llmgw.fleet.shard import ADDRESS_GONE, DISK_FULL, NODE_RESTARTED, ShardReport, ShardState, Wanted, replica_of, shard_id
 from llmgw.fleet.units import show_duration
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.world import Draft, Told
@@ -21,6 +21,7 @@ from llmgw.planning.world import Draft, Told
 _ENDED = (ShardState.STOPPED, ShardState.FAILED, ShardState.BACKOFF)
 _RESTING = (ShardState.BACKOFF, ShardState.FAILED)
 _PORT_PAUSE = 1.0
+FULL_AGAIN = 6  # waits after a first crash: how soon what met a full disk is tried again
 
 
 def observe(draft: Draft, record: ShardRecord) -> None:
@@ -43,9 +44,9 @@ def observe(draft: Draft, record: ShardRecord) -> None:
         declined = draft.world.declined.get(record.shard)
         known = declined is not None and declined.attempt == record.attempt and record.wanted is Wanted.RUN
         if report.state is ShardState.FAILED and known and declined and record.state not in _RESTING:
-            _decline(draft, record, declined.code, _reason(report) or declined.text)
+            _decline(draft, record, _fault(draft, record, report) or declined.code, _reason(report) or declined.text)
         elif report.state in _ENDED:
-            _ended(draft, record, report.state, _reason(report))
+            _ended(draft, record, report.state, _reason(report), _fault(draft, record, report))
         else:
             _alive(draft, record, report)
 
@@ -97,10 +98,12 @@ def _older(draft: Draft, record: ShardRecord, report: ShardReport, told: Told) -
 
 
 def _decline(draft: Draft, record: ShardRecord, code: str, text: str) -> None:
-    """A port that somebody else has is nobody's crash: the next attempt gets another one."""
+    """A port that somebody else has and a full disk are nobody's crash: the next attempt gets another one, or waits for room."""
     if code == "port_in_use":
         record = evolve(record, next_at=draft.world.now + _PORT_PAUSE)
         draft.move(record, ShardState.BACKOFF, f"{text}; trying other ports")
+    elif code in (DISK_FULL, NODE_RESTARTED):
+        _taken_down(draft, record, text, code)
     else:
         _crashed(draft, record, text or code)
 
@@ -158,19 +161,43 @@ def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
         draft.move(record, state, reason)
 
 
-def _ended(draft: Draft, record: ShardRecord, state: ShardState, reason: str) -> None:
+def _fault(draft: Draft, record: ShardRecord, report: ShardReport) -> str:
+    """What took an engine down that was not its own failure, empty where it was.
+
+    A rank that ends while another one's node is away, or has just been restarted, has lost its peer.
+    """
+    if report.diagnosis and report.diagnosis.cause == DISK_FULL:
+        return DISK_FULL
+    ranks = [shard_id(replica_of(record.shard), rank) for rank in range(len(record.nodes))]
+    told = [draft.world.told.get(node) for node in record.nodes]
+    reports = [there.shards.get(rank) for rank, there in zip(ranks, told, strict=True) if there]
+    restarted = any(one and one.attempt == record.attempt and NODE_RESTARTED in one.conditions for one in [report, *reports])
+    return NODE_RESTARTED if restarted or None in told else ""
+
+
+def _ended(draft: Draft, record: ShardRecord, state: ShardState, reason: str, fault: str = "") -> None:
     if record.wanted is Wanted.RUN:
         if record.state in _RESTING:
             return
         if state is ShardState.STOPPED:
             record = evolve(record, url="", key="", next_at=draft.world.now + draft.world.timing.backoff)
             draft.move(record, ShardState.BACKOFF, reason or "it was stopped on its node")
+        elif fault:
+            _taken_down(draft, record, reason, fault)
         else:
             _crashed(draft, record, reason or "it ended; exit status unknown")
     elif record.next_at is not None:
         draft.move(evolve(record, wanted=Wanted.RUN, url="", key=""), ShardState.BACKOFF, record.reason)
     else:
         draft.drop(draft.move(record, ShardState.STOPPED, record.reason))
+
+
+def _taken_down(draft: Draft, record: ShardRecord, reason: str, fault: str) -> None:
+    """It ended by no failure of its own, so none is counted and it is tried for ever: at once, or now and then where it waits."""
+    wait = FULL_AGAIN * draft.world.timing.backoff if fault == DISK_FULL else 0.0
+    again = f"tried again every {show_duration(wait)} until there is room" if wait else "it is started again"
+    record = evolve(record, url="", key="", fault=fault, last_reason=reason, next_at=draft.world.now + wait)
+    draft.move(record, ShardState.BACKOFF, f"{reason.rstrip('. ')}. This is no failure of its own; {again}.")
 
 
 def _crashed(draft: Draft, record: ShardRecord, reason: str) -> None:
@@ -180,9 +207,8 @@ def _crashed(draft: Draft, record: ShardRecord, reason: str) -> None:
     recent = tuple(at for at in record.crashes if -timing.crash_window < world.now - at <= timing.crash_window)
     crashes = (*recent, world.now)
     reason = reason.rstrip(". ")
-    record = evolve(
-        record, crashes=crashes, first_reason=record.first_reason if recent else reason, last_reason=reason, url="", key=""
-    )
+    first = record.first_reason if recent else reason
+    record = evolve(record, crashes=crashes, first_reason=first, last_reason=reason, url="", key="", fault="")
     if len(crashes) >= timing.crash_budget:
         said = f"{reason}. {len(crashes)} failures in {show_duration(timing.crash_window)}: not tried again before the profile"
         draft.move(evolve(record, next_at=None), ShardState.FAILED, f"{said} changes or `llmgw restart {record.model}`")

@@ -15,7 +15,7 @@ from attrs import evolve
 from llmgw.errors import LlmgwError
 from llmgw.fleet.model import Model
 from llmgw.fleet.records import RolloutRecord, RolloutState, ShardRecord
-from llmgw.fleet.shard import NODE_RESTARTED, ShardState
+from llmgw.fleet.shard import ShardState
 from llmgw.planning.replicas import Replica, given_up, group, wanted
 from llmgw.planning.world import Draft
 
@@ -104,11 +104,10 @@ def _failed_now(draft: Draft) -> dict[str, list[ShardRecord]]:
 
 
 def _taken_down(draft: Draft, record: ShardRecord) -> bool:
-    """Whether a shard ended because its node was restarted, or forgot it: then nobody has seen its engine fail."""
+    """Whether its node does not know the shard any more: then nobody has seen its engine fail."""
     told = draft.world.told.get(record.allocation.node) if record.allocation else None
-    report = told.shards.get(record.shard) if told else None
-    if report is not None:
-        return report.attempt == record.attempt and NODE_RESTARTED in report.conditions
+    if told and record.shard in told.shards:
+        return False
     declined = draft.world.declined.get(record.shard)
     return declined is None or declined.attempt != record.attempt
 

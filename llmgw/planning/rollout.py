@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
-from llmgw.fleet.shard import ShardState, Wanted, replica_id, replica_of, shard_id
+from llmgw.fleet.shard import DISK_FULL, ShardState, Wanted, replica_id, replica_of, shard_id
 from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.devices import closed_device
 from llmgw.planning.explanation import Explanation
@@ -299,8 +299,10 @@ def _retry(work: Work, model: Model, good: list[Replica]) -> None:
                 work.notes[model.name] = f"{replica.id} is not started again where it was: {closed}"
             continue
         until = dict.fromkeys(replica.nodes, draft.world.now + EXCLUDE_FOR)
-        why = f"it failed {len(replica.crashes)} times on {', '.join(replica.nodes)}; moved"
-        if (often or barred) and _move(work, model, replica, until, why):
+        full = any(shard.fault == DISK_FULL for shard in replica.shards)
+        failed = "there was no room on a disk of" if full else f"it failed {len(replica.crashes)} times on"
+        why = f"{failed} {', '.join(replica.nodes)}; moved"
+        if (often or barred or full) and _move(work, model, replica, until, why):
             continue
         _again(work, model, replica)
 
@@ -342,6 +344,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
             next_at=None,
             served_since=0.0,
             crashes=replica.crashes,
+            fault="",
             profile=model.profile if shard.generation == model.generation else shard.profile,
             served=(model.name, *model.aliases),
             allocation=evolve(allocation, ports=own, head_port=head_port),

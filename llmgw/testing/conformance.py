@@ -21,13 +21,13 @@ from llmgw.engines.launch import http_url
 from llmgw.errors import Problem
 from llmgw.fleet.model import Parallel, Profile, Resources
 from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
-from llmgw.fleet.shard import Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
+from llmgw.fleet.shard import DISK_FULL, Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles
 from llmgw.interfaces import Flags, IEngineAdapter, IServedNames, Needs, ShardLaunch
 
 KEY = "conformance-key-5f2c"
 # Far above what a look-up takes, far below what reading a file, starting a process or asking the network would.
 QUICK = 0.05
-_CAUSES = {CLEAN, CONFIGURATION, NODE, RETRY, SOURCE, UNKNOWN}
+_CAUSES = {CLEAN, CONFIGURATION, DISK_FULL, NODE, RETRY, SOURCE, UNKNOWN}
 _EXITS = (ShardExit(), ShardExit(code=0), ShardExit(code=1), ShardExit(signal=9, forced=True), ShardExit(signal=11))
 _NOISE = ("", "\x00\x1b[31m", "100 %", "x" * 10_000, "{}", "nan nan nan", 'a{b="c"} NaN', "# HELP", "error: ")
 _SECRET = re.compile(r"\{secret:([^}]*)\}")

@@ -18,6 +18,7 @@ from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import (
     ADDRESS_GONE,
     NODE_RESTARTED,
+    Diagnosis,
     EngineLoad,
     ShardExit,
     ShardOrder,
@@ -52,6 +53,7 @@ class SimEngine:
     reason: str = ""
     next: ShardOrder | None = None
     conditions: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
     served: bool = False
 
     @property
@@ -66,6 +68,7 @@ class SimAgent:
 
     @ivar load: seconds from start to ready; C{grace} from the order to stop to the end.
     @ivar doomed: models and generations whose engines die while loading.
+    @ivar full: why every engine ends while it loads, None while there is room.
     @ivar ahead: how many seconds its clock is ahead of the others'.
     @ivar epochs: every epoch whose orders it has followed.
     @ivar stopped: every shard that was stopped by order, with the order: what nobody ordered must not be in it.
@@ -89,6 +92,7 @@ class SimAgent:
     session: str = ""
     alive: bool = True
     doomed: set[str] = field(factory=set)
+    full: Diagnosis | None = None
     ahead: float = 0.0
     epochs: list[int] = field(factory=list)
     stopped: list[ShardOrder] = field(factory=list)
@@ -139,6 +143,7 @@ class SimAgent:
                 exit=None if engine.live else ShardExit(code=1),
                 order=engine.order,
                 conditions=engine.conditions,
+                diagnosis=engine.diagnosis,
                 healthy=ADDRESS_GONE not in engine.conditions,
                 sleeps=self.sleeps,
                 load=EngineLoad(self.running_requests, 0) if engine.state is ShardState.READY else EngineLoad(),
@@ -223,6 +228,9 @@ class SimAgent:
             engine.state, engine.since = ShardState.LOADING, now
         elif state is ShardState.LOADING and lasted >= 1.0 and self.doomed & {engine.order.model, engine.order.generation}:
             self.die(engine, now, "it was doomed")
+        elif state is ShardState.LOADING and lasted >= 1.0 and self.full is not None:
+            engine.diagnosis = self.full
+            self.die(engine, now, self.full.text)
         elif state is ShardState.LOADING and lasted >= self.load:
             engine.state, engine.since, engine.served = ShardState.READY, now, True
             self._answer(engine.order, True)

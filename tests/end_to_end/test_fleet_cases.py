@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from tests.end_to_end.fleet import fake_model, until
@@ -55,3 +56,37 @@ def test_c4_an_engine_goes_on_at_its_nodes_old_address_until_it_is_told(fleet):
     until(moved, "it listens at the new address")
     until(lambda: fleet.ask()[0] == 200, "it answers")
     until(lambda: "listens at" not in fleet.llmgw("status", "n1"), "no remark is left")
+
+
+FULL = """
+  - name: m
+    profile:
+      engine: command
+      argv:
+        - sh
+        - -c
+        - 'test -e {room} || {{ echo "OSError: [Errno 28] No space left on device"; exit 1; }}; exec "$@"'
+        - sh
+        - {python}
+        - -m
+        - llmgw.testing.fake_engine
+        - --port
+        - "{{port}}"
+      health: /health
+      resources: {{devices: 0, host_memory: 16MiB}}
+"""
+
+
+def test_an_engine_that_meets_a_full_disk_serves_when_there_is_room(fleet):
+    """Status says what is full and that it is tried again, no failure is counted; then there is room."""
+    room = fleet.folder / "room"
+    fleet.write_server(FULL.format(room=room, python=sys.executable))
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    until(lambda: fleet.shards() and fleet.shards()[0]["state"] == "backoff", "it met the full disk")
+    (shard,) = fleet.shards()
+    assert "a disk of the node is full" in shard["reason"] and "tried again every 6 s until there is room" in shard["reason"]
+    assert shard["crashes"] == 0 and "until there is room" in fleet.llmgw("status")
+    room.touch()
+    fleet.ready()

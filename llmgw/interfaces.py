@@ -59,6 +59,24 @@ class SecretFile:
 
 
 @frozen
+class LoraDoor:
+    """How adapters get into an engine that runs, and out of it.
+
+    POST to C{load} takes C{lora_name} and C{lora_path}, to C{unload} C{lora_name}; both empty where it cannot, then C{fixed} says
+    why. C{rank} is the highest that it was started for, C{most} how many it holds, both None unbounded or unknown; C{highest} the
+    rank that no engine of the kind takes more than. C{served} is an adapter's name inside the engine, with C{{name}} in it.
+    """
+
+    load: str = ""
+    unload: str = ""
+    fixed: str = "its engine takes adapters only at its start"
+    rank: int | None = None
+    most: int | None = None
+    highest: int | None = None
+    served: str = "{name}"
+
+
+@frozen
 class ShardLaunch:
     """How to start one shard. C{environment} wins over what agent.yaml sets, C{defaults} give way to it; see
     C{engines.launch.child_environment}. C{{secret:NAME}} in argv or environment stands for a secret file's path.
@@ -82,6 +100,7 @@ class ShardLaunch:
     key: str = ""
     sleep: str = ""
     wake: str = ""
+    loras: LoraDoor = LoraDoor()
 
 
 @frozen

@@ -118,6 +118,7 @@ class Rig:
             tell=lambda said: self.told.append(said) if isinstance(said, Transition) else None,
             serials=itertools.count(1).__next__,
             released=lambda devices, pids: succeed(""),
+            look=Equipment().weights,
         )
 
     def start(self, wanted: ShardOrder) -> Supervisor:

@@ -270,7 +270,12 @@ def test_v27_served_names():
 def test_v28_loras(engine):
     def adapters(**found):
         there = {"weights": "a", "found": True, "path": "/models/a", **found}
-        return {"weights": files(loras=(WeightFiles(**there),)), "loras": (Lora("tuned", "a"),), "engine": engine}
+        return {
+            "weights": files(loras=(WeightFiles(**there),)),
+            "loras": (Lora("tuned", "a"),),
+            "engine": engine,
+            "parallel": Parallel(data=2),
+        }
 
     refused("tuned", "/x/a", **adapters(found=False, looked=("/x/a",)))
     refused("tuned", "adapter_config.json", **adapters())

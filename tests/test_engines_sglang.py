@@ -362,10 +362,10 @@ def test_what_the_stand_in_refuses_is_diagnosed(tmp_path, profile, said):
 
 
 def test_loras_are_given_at_launch(tmp_path):
-    """By path, and listed as models."""
+    """By path where it takes none later, and listed as models."""
     loras = (Lora("tuned", "loras/tuned"),)
     files = evolve(FILES, loras=(WeightFiles("loras/tuned", True, "/models/loras/tuned", config={"r": 16, "peft_type": "LORA"}),))
-    with started(tmp_path, Profile("sglang", "llama", loras=loras), files=files) as engine:
+    with started(tmp_path, Profile("sglang", "llama", loras=loras, parallel=Parallel(data=2)), files=files) as engine:
         assert "tuned=/models/loras/tuned" in engine.launch.argv
         engine.ready(5)
         assert {row["id"] for row in json.loads(engine.request("/v1/models")[1])["data"]} == {"llama-8b", "tuned"}

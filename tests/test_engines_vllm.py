@@ -166,12 +166,12 @@ def test_argv_of_data_parallel_ranks_over_nodes(balance):
 
 
 def test_loras_at_launch():
-    """By the paths that were found, as many at once as there are, and a rank that vLLM takes and that holds the largest."""
+    """Where it takes none later: by the paths that were found, as many at once as there are, and a rank that holds them."""
     seen = tuple(
         WeightFiles(name, True, f"/models/{name}", config={"peft_type": "LORA", "r": rank})
         for name, rank in (("loras/a", 8), ("loras/b", 40))
     )
-    profile = Profile("vllm", "llama", loras=(Lora("a", "loras/a"), Lora("b", "loras/b")))
+    profile = Profile("vllm", "llama", loras=(Lora("a", "loras/a"), Lora("b", "loras/b")), parallel=Parallel(data=2))
     made = launch(profile, files=evolve(FILES, loras=seen))
     at = made.argv.index("--enable-lora")
     expected = ("--lora-modules", "a=/models/loras/a", "b=/models/loras/b", "--max-loras", "2", "--max-lora-rank", "64")

@@ -7,7 +7,7 @@ from attrs import evolve
 from llmgw.fleet.model import Catalog, Lora, Model, Profile, Scale, StaticEndpoint
 from llmgw.fleet.node import Inventory, NodeFacts, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
-from llmgw.fleet.shard import Allocation, ShardReport, ShardState, Wanted
+from llmgw.fleet.shard import Allocation, ShardLora, ShardReport, ShardState, Wanted
 from llmgw.planning.world import Told
 from llmgw.router.table import RoutedModel, Table, endpoint
 from llmgw.server.live import targets
@@ -200,7 +200,25 @@ def test_adapters_are_models_on_the_replicas_that_have_them():
     assert (adapter.endpoints, adapter.served, adapter.reason) == (("m/1",), "tuned", "")
     assert routed(table) == ("m/1", "m/2")
     bare = build(known(shard(2, "b", profile=PROFILE), models=[model]), table)
-    assert next(one.reason for one in bare.models if one.name == "tuned").endswith("llmgw restart m")
+    assert "has the adapter tuned loaded" in next(one.reason for one in bare.models if one.name == "tuned")
     gone = build(known(shard(1, profile=with_it)), table)
     assert "tuned" not in [one.name for one in gone.models], "an adapter leaves with its entry"
     assert [row["labels"]["model"] for row in targets(table)] == ["m", "m"], "its engines are its base's"
+
+
+def test_an_adapter_goes_where_it_is_loaded_and_is_to_stay():
+    """By what agents say, under the name that the engines know; not where it failed, nor where it is on its way out."""
+    tuned = Lora("tuned", "loras/tuned")
+    wanted, other = evolve(PROFILE, loras=(tuned,)), evolve(PROFILE, loras=())
+    has = ShardLora("tuned", "loras/tuned", "m:tuned")
+    failed, old = evolve(has, problem="adapter tuned: no"), evolve(has, weights="loras/older")
+
+    def of(loras, profile=wanted):
+        table = build(known(shard(1, profile=profile, loras=loras), models=[Model("m", profile=wanted)]), None)
+        return next((one.endpoints, one.served) for one in table.models if one.name == "tuned")
+
+    assert of((has,)) == (("m/1",), "m:tuned")
+    for loras, profile in (((), wanted), ((failed,), wanted), ((has,), other), ((old,), wanted)):
+        assert of(loras, profile) == ((), "tuned"), (loras, profile)
+    still = evolve(PROFILE, loras=(Lora("tuned", "loras/older"),))
+    assert of((old,), still) == (("m/1",), "m:tuned"), "other weights are wanted, but this replica has not had its turn"

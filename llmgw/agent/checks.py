@@ -126,6 +126,7 @@ class Checks:
             limit=launch.limit,
             sleep=launch.sleep,
             wake=launch.wake,
+            loras=launch.loras,
             cgroup=own_cgroup(f"llmgw-{order.shard}.{order.attempt}".replace("/", "_")[-200:]),
             at=self._clock(),
         )

@@ -117,7 +117,9 @@ class Node:
         """Find out what runs. Nothing may be asked or told before this is over."""
         serials = count(self._state.starts << 32).__next__
         probe = EngineProbe(self._reactor)
-        self._around = Surroundings(self._reactor, self._state.instance, probe, self._told, serials, self._released, self._clock)
+        self._around = Surroundings(
+            self._reactor, self._state.instance, probe, self._told, serials, self._released, self._equipment.weights, self._clock
+        )
         self._operations.load()
         found = await adopt_all(self._around, self._folders, self._adapters)
         self._shards = {supervisor.intent.order.shard: supervisor for supervisor, _ in found}
@@ -230,12 +232,20 @@ class Node:
             self._shards.pop(shard).leave()
 
     def _follow(self, order: ShardOrder) -> None:
+        self._equip(order)
         if (done := self._operations.get(order.operation)) is not None:
             self._say(done)
         elif order.wanted is Wanted.RUN:
             self._run(order)
         else:
             self._wind_down(order)
+
+    def _equip(self, order: ShardOrder) -> None:
+        """Adapters of an engine that takes them while it runs are a level of their own: no operation is named for them."""
+        current = self._shards.get(order.shard)
+        if current is not None and current.attempt == order.attempt and current.intent.loras.load:
+            noted = current.intent.order
+            current.order(evolve(noted, profile=evolve(noted.profile, loras=order.profile.loras)))
 
     def _run(self, order: ShardOrder) -> None:
         current = self._shards.get(order.shard) or self._remembered(order)

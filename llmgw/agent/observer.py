@@ -6,12 +6,14 @@ One look never stops the next: whatever it raises is logged, and the loop goes o
 from __future__ import annotations
 
 import os
+from collections.abc import Coroutine
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from twisted.internet.task import deferLater
 from twisted.logger import Logger
 
+from llmgw.agent.loras import Look, Loras
 from llmgw.agent.output import last_lines, read_output, written
 from llmgw.agent.ports import has_address
 from llmgw.agent.probe import EngineProbe
@@ -48,7 +50,10 @@ class Watched(Protocol):
         """It will never be ready, or never again; C{code} is a stable word, C{why} the reason with its cause and what to do."""
 
     def changed(self) -> None:
-        """Its health is another."""
+        """Its health is another, or its adapters are."""
+
+    def go(self, work: Coroutine[Any, Any, None]) -> object:
+        """Have a coroutine run that ends with the attempt."""
 
 
 class Observer:
@@ -56,12 +61,13 @@ class Observer:
 
     @ivar phase: what it does, in its own words; C{progress} from 0 to 1.
     @ivar load: the last load it told.
+    @ivar loras: its adapters.
     @ivar ended: set it to look no more.
     """
 
     log = Logger()
 
-    def __init__(self, reactor: Any, probe: EngineProbe, watched: Watched) -> None:
+    def __init__(self, reactor: Any, probe: EngineProbe, watched: Watched, look: Look) -> None:
         self._reactor = reactor
         self._probe = probe
         self._watched = watched
@@ -77,6 +83,7 @@ class Observer:
         self.phase = ""
         self.progress: float | None = None
         self.load = EngineLoad()
+        self.loras = Loras(reactor, probe, watched, look)
         self.health = Health()
         self._still = Stillness()
         self.conditions: frozenset[str] = frozenset()
@@ -133,6 +140,8 @@ class Observer:
             self._watched.cannot("port_in_use", verdict.text)
         elif verdict.serves:
             self.conditions = frozenset({"port_unverified"} if verdict.unverified else ())
+            # Whoever takes the place of another serves all that it does before that one goes.
+            await self.loras.follow(fresh=True)
             self.phase, self.progress = "", None
             spent = show_duration(max(0.0, self._reactor.seconds() - self._deadline.began))
             self._watched.serves(f"it serves after {spent}")
@@ -173,6 +182,7 @@ class Observer:
         intent = self._watched.intent
         if intent.ready is None or self._watched.state is ShardState.SLEEPING:
             return
+        self.equip()
         problem = await self._probe.healthy(intent)
         await self._ask_load(intent)
         self._still.saw(self._reactor.seconds(), self.load, written(self._watched.folder.path), intent.limit)
@@ -192,6 +202,11 @@ class Observer:
         # An engine that cannot be asked does not hang for that: the address may return, or the leader starts it at another.
         if self.health.hangs(now) and not gone:
             self._give_up("hung", f"it hangs: no answer, no token and no output for {HUNG_AFTER:g} s ({problem})")
+
+    def equip(self) -> None:
+        """Have the engine load and unload adapters, if it serves and there is something to do. Requests go on meanwhile."""
+        if self._watched.state is ShardState.READY:
+            self._watched.go(self.loras.follow())
 
     async def _ask_load(self, intent: Intent) -> None:
         if not intent.metrics or self._watched.adapter is None:

@@ -134,12 +134,14 @@ class EngineProbe:
         """GET C{url}; whatever goes wrong, being cancelled too, is an answer of status 0."""
         return await self._bounded(self._request(b"GET", url, key), self._deadline)
 
-    async def post(self, url: str, key: str, deadline: float) -> str:
-        """POST to C{url} and wait for it; why that failed, empty if it did not."""
-        answer = await self._bounded(self._request(b"POST", url, key, b"{}"), deadline)
+    async def post(self, url: str, key: str, deadline: float, said: bytes = b"{}") -> str:
+        """POST JSON to C{url} and wait for it; why that failed, empty if it did not."""
+        answer = await self._bounded(self._request(b"POST", url, key, said), deadline)
         if answer.status == 200:
             return ""
-        return answer.body.decode(errors="replace")[:200] if answer.status == 0 else f"it answers {answer.status}"
+        if answer.status == 0:
+            return answer.body.decode(errors="replace")[:200]
+        return f"it answers {answer.status}: {_reason(answer.body)}".removesuffix(": ")
 
     async def works(self, intent: Intent) -> str:
         """Why it seems to infer no more, empty if it does: one token is asked for. A refusal of that shows that it thinks."""
@@ -191,6 +193,11 @@ class EngineProbe:
         missing = await self._missing_name(intent)
         return Verdict(not missing, missing, answered=True, unverified=ours is None)
 
+    async def listed(self, intent: Intent) -> list[str] | None:
+        """The names that the engine says it serves, None if it does not answer."""
+        answer = await self.get(intent.url + (intent.models or ""), intent.key)
+        return _listed(answer.body) if answer.status == 200 else None
+
     async def _missing_name(self, intent: Intent) -> str:
         if not intent.models:
             return ""
@@ -208,6 +215,16 @@ class EngineProbe:
         if answer.status == 200:
             return ""
         return f"{intent.ready}: {answer.body.decode(errors='replace')[:200] if answer.status == 0 else answer.status}"
+
+
+def _reason(body: bytes) -> str:
+    """What an error object says: vLLM's has C{error.message}, SGLang's C{error_message} or C{message}."""
+    try:
+        told = json.loads(body)
+        said = told.get("error_message") or told.get("message") or told["error"]["message"]
+        return " ".join(str(said).split())[:300]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return ""
 
 
 def _listed(body: bytes) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from attrs import evolve, field, frozen
 from twisted.internet.defer import Deferred
 
+from llmgw.agent.loras import Look
 from llmgw.agent.observer import Observer
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import Tree
@@ -35,6 +36,7 @@ class Surroundings:
     @ivar tell: called with every transition, and with a report alone when only health or a condition changed.
     @ivar serials: the next number of a report, growing over restarts of the agent.
     @ivar released: waits until these devices' memory is back from these pids; fires with what is still held, empty for nothing.
+    @ivar look: what is found of an adapter's weights.
     @ivar clock: wall time, for people only.
     """
 
@@ -44,6 +46,7 @@ class Surroundings:
     tell: Callable[[Transition | ShardReport], None]
     serials: Callable[[], int]
     released: Callable[[tuple[str, ...], frozenset[int]], Deferred[str]]
+    look: Look
     clock: Callable[[], float] = field(default=time.time)
 
 
@@ -90,7 +93,9 @@ def describe(of: Described, seen: Observer | None, last: ShardReport | None, ser
         limit=intent.limit,
         order=order,
         sleeps=bool(intent.sleep and intent.wake),
+        fixed=intent.loras.fixed,
     )
     if seen:
         now = evolve(now, phase=seen.phase, progress=seen.progress, load=seen.load, healthy=seen.health.healthy)
+        now = evolve(now, loras=seen.loras.has)
     return now if now == last else evolve(now, serial=serials())

@@ -6,6 +6,7 @@
                                run.json      by the shim: who it and the engine are
                                exit.json     by the shim: how the engine ended
                                state.json    what it had come to last, for an agent that adopts it
+                               loras.json    which adapters its engine has been given while it ran
                                outcome.json  the agent's verdict, once there is nothing left of the attempt
                                output.*      what the engine wrote
                                secrets/      files that the engine's argv names
@@ -31,7 +32,8 @@ from llmgw.agent.output import disk_usage
 from llmgw.agent.processes import ProcessId
 from llmgw.agent.shim import write
 from llmgw.fleet.plain import from_plain, to_plain
-from llmgw.fleet.shard import Diagnosis, ShardExit, ShardOrder, ShardState
+from llmgw.fleet.shard import Diagnosis, ShardExit, ShardLora, ShardOrder, ShardState
+from llmgw.interfaces import LoraDoor
 
 KEEP_ATTEMPTS = 10
 KEEP_ENDED = 1000
@@ -60,6 +62,7 @@ class Intent:
     limit: int | None = None
     sleep: str = ""
     wake: str = ""
+    loras: LoraDoor = LoraDoor()
     grace: float = 20.0
     cgroup: str | None = None
     at: float = 0.0
@@ -80,6 +83,13 @@ class Reached:
 
     state: ShardState
     at: float
+
+
+@frozen
+class Given:
+    """The adapters of a running engine."""
+
+    loras: tuple[ShardLora, ...] = ()
 
 
 @frozen
@@ -158,6 +168,10 @@ class AttemptFolder:
     def reached(self) -> Reached | None:
         """What it had come to, None before it was ready."""
         return self._value("state.json", Reached)
+
+    def loras(self) -> tuple[ShardLora, ...]:
+        """What its engine has been given while it ran."""
+        return (self._value("loras.json", Given) or Given()).loras
 
     def run(self) -> Run | None:
         """Who runs, as the shim wrote it."""

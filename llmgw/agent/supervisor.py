@@ -64,9 +64,7 @@ class Supervisor:
         self._ending: Ending | None = None
         self._observer: Observer | None = None
         self._over: list[Deferred[None]] = []
-        self._drain_later = False
-        self._turning = False
-        self._left = False
+        self._drain_later = self._turning = self._left = False
         self._oom_kills: int | None = None
         self._last: ShardReport | None = None
         self.folder = folder
@@ -86,7 +84,7 @@ class Supervisor:
 
     def start(self, prepare: Callable[[], Coroutine[Any, Any, Prepared]]) -> None:
         """Start it with what C{prepare} finds; what goes wrong is a transition to C{failed}."""
-        self._starting = self._go(self._start(prepare))
+        self._starting = self.go(self._start(prepare))
 
     def adopt(self, run: Run) -> None:
         """Go on with an engine that an earlier agent started, in the state that it had come to."""
@@ -130,12 +128,12 @@ class Supervisor:
     def sleep(self) -> None:
         """Have its engine give its memory back; one that cannot is stopped."""
         if self.state in (ShardState.READY, ShardState.DRAINING) and not self._turning:
-            self._go(self._turn("sleep", self.intent.sleep))
+            self.go(self._turn("sleep", self.intent.sleep))
 
     def wake(self) -> None:
         """Have a sleeping engine serve again."""
         if self.state is ShardState.SLEEPING and not self._turning:
-            self._go(self._turn("wake", self.intent.wake))
+            self.go(self._turn("wake", self.intent.wake))
 
     async def _turn(self, what: str, path: str) -> None:
         self._turning = True
@@ -156,10 +154,9 @@ class Supervisor:
 
     def _order_again(self) -> None:
         """What was ordered while it fell asleep or woke up."""
-        wanted = self.intent.order.wanted
-        if self.state is ShardState.SLEEPING and wanted is Wanted.RUN:
+        if self.intent.order.wanted is Wanted.RUN:
             self.wake()
-        elif self.state is ShardState.READY and wanted is Wanted.SLEEP:
+        elif self.intent.order.wanted is Wanted.SLEEP:
             self.sleep()
 
     def when_over(self) -> Deferred[None]:
@@ -193,6 +190,8 @@ class Supervisor:
             self._ending.hasten(order.patience)
         if not self.is_over:
             self._note(self.folder.write_intent, self.intent)
+        if self._observer is not None:
+            self._observer.equip()
 
     def report(self) -> ShardReport:
         """As it is now; the serial grows when anything differs from the last report."""
@@ -227,7 +226,7 @@ class Supervisor:
                 self._starting.cancel()
             grace = GRACE_OF_REMAINS if of_dead_engine else self.intent.order.grace
             self._ending = Ending(self._reactor, self.tree, grace, self._stuck, self.intent.order.patience)
-            self._go(self._end(self._ending))
+            self.go(self._end(self._ending))
 
     # What the observer sees; after C{leave} it means nothing any more.
 
@@ -301,15 +300,14 @@ class Supervisor:
     def _follow(self, run: Run) -> None:
         self.tree = evolve(self.tree, shim=run.shim, engine=run.engine)
         self._oom_kills = oom_kills()
-        self._observer = Observer(self._reactor, self._around.probe, self)
-        self._watch(run.engine, lambda: self._go(self._engine_ended()))
+        self._observer = Observer(self._reactor, self._around.probe, self, self._around.look)
+        self._watch(run.engine, lambda: self.go(self._engine_ended()))
         self._watch(run.shim, self._shim_ended)
-        self._go(self._observer.run())
+        self.go(self._observer.run())
 
     def _watch(self, process: ProcessId, ended: Callable[[], object]) -> None:
-        watch = ExitWatch(self._reactor, process, lambda: (ended(), None)[1])
-        self._watches.append(watch)
-        watch.start()
+        self._watches.append(ExitWatch(self._reactor, process, lambda: (ended(), None)[1]))
+        self._watches[-1].start()
 
     # Ending.
 
@@ -369,7 +367,7 @@ class Supervisor:
         if self.tree.engine and is_alive(self.tree.engine) and not self.is_over:
             self.conditions.add("shim_lost")
             self.log.warn("{shard}: its shim is gone, its engine runs on", shard=self.folder.shard)
-            self._go(self._bound_output())
+            self.go(self._bound_output())
             self.changed()
 
     async def _bound_output(self) -> None:
@@ -411,8 +409,8 @@ class Supervisor:
             self.folder.remove()
             return
         self._note(self.folder.write_intent, self.intent)
-        outcome = Outcome(self.state, self.reason, self.exit or ShardExit(), self.diagnosis, self.since)
-        self._note(self.folder.write, "outcome.json", outcome)
+        exit = self.exit or ShardExit()
+        self._note(self.folder.write, "outcome.json", Outcome(self.state, self.reason, exit, self.diagnosis, self.since))
 
     def _note(self, write: Callable[..., None], *values: object) -> None:
         """On disk if it can be; a full disk must not keep anybody from being told."""
@@ -424,7 +422,8 @@ class Supervisor:
 
     # Jobs: coroutines that end with the attempt.
 
-    def _go(self, work: Coroutine[Any, Any, None]) -> Deferred[None]:
+    def go(self, work: Coroutine[Any, Any, None]) -> Deferred[None]:
+        """See L{Watched}."""
         job: Deferred[None] = Deferred.fromCoroutine(work)
         self._jobs[job] = work
         job.addErrback(self._broke)

@@ -213,6 +213,9 @@ def complaints(status: Answer, now: float) -> list[str]:
             found.append(f"model {model['name']}: {model.get('ready', 0)}/{model['wanted']} ready: {why}".rstrip(": "))
         elif (rollout := model.get("rollout") or {}).get("state") == "rolled_back":
             found.append(f"model {model['name']}: {rollout.get('reason')}")
+        shards = (shard for replica in model.get("replicas") or () for shard in replica.get("shards") or ())
+        missing = ((shard, one) for shard in shards for one in shard.get("loras") or () if one.get("problem"))
+        found += [f"model {model['name']}: {shard.get('id')}: {one['problem']}" for shard, one in missing]
     for node in status.get("nodes") or ():
         if node.get("state") == "removed":
             continue

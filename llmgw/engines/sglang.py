@@ -36,6 +36,7 @@ from llmgw.interfaces import (
     IEngineAdapter,
     IMemoryEstimator,
     IServedNames,
+    LoraDoor,
     SecretFile,
     ShardLaunch,
 )
@@ -46,6 +47,10 @@ CONFIG = "sglang.yaml"
 PORTS = 17
 # Behind the rendezvous: where ranks keep what they tell each other.
 STORE = 12
+_TARGETS = "lora-target-modules"
+# What adapters mostly change, and what some do beside.
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_BESIDE = frozenset({"embed_tokens", "lm_head"})
 _LISTS = frozenset({"forward-hooks", "sidecar-args", "decoupled-spec-connect-endpoints"})
 
 _MILESTONES: Milestones = (
@@ -126,8 +131,7 @@ class Sglang(TorchEngine):
             own += ["--mem-fraction-static", f"{share:.3f}"]
         if profile.context is not None:
             own += ["--context-length", str(profile.context)]
-        if profile.loras:
-            own += ["--enable-lora", "--lora-paths", *(f"{name}={path}" for name, path in lora.paired(profile, files).paths)]
+        own += _loras(profile, files)
         # Its metrics and health are asked for every few seconds; nobody wants to read that.
         own += ["--uvicorn-access-log-exclude-prefixes", "/metrics", "/health", "/ready", "--enable-metrics"]
         arguments = long_options(profile.arguments, lambda name: joined if name in _LISTS else words)
@@ -146,12 +150,39 @@ class Sglang(TorchEngine):
             key=key,
             sleep="/release_memory_occupation" if _sleeps(profile, allocation) else "",
             wake="/resume_memory_occupation" if _sleeps(profile, allocation) else "",
+            loras=_door(profile, files, served),
         )
 
     def load(self, metrics_text: str) -> EngineLoad:
         """Requests summed over data parallel ranks, never over the tensor ranks that work on the same ones."""
         lines = (line for line in metrics_text.splitlines() if not _RANK.match(line))
         return metrics.engine_load("\n".join(lines), _RUNNING, _WAITING, _KV, _TOKENS)
+
+
+def _loras(profile: Profile, files: WeightFiles | None) -> list[str]:
+    """Without adapters at its start it has to be told the largest shape of those to come."""
+    if not lora.enabled(profile):
+        return []
+    door, argv = _door(profile, files, ()), lora.switch(profile)
+    if door.fixed:
+        return [*argv, "--lora-paths", *(f"{name}={path}" for name, path in lora.paired(profile, files).paths)]
+    if "max-lora-rank" not in profile.arguments:
+        argv += ["--max-lora-rank", str(door.rank)]
+    if _TARGETS not in profile.arguments:
+        named = [there.config.get("target_modules") for there in (files.loras if files else ())]
+        beside = {name for names in named if isinstance(names, list) for name in names} & _BESIDE
+        argv += [f"--{_TARGETS}", *_LINEAR, *sorted(beside)]
+    return argv
+
+
+def _door(profile: Profile, files: WeightFiles | None, served: Sequence[str]) -> LoraDoor:
+    """It knows an adapter as C{MODEL:ADAPTER}; by the adapter's name alone it answers as the base model."""
+    name = f"{served[0]}:{{name}}" if served else "{name}"
+    if fixed := sglang_checks.fixed_loras(profile):
+        return LoraDoor(fixed=fixed, served=name)
+    found = max(lora.DEFAULT_RANK, lora.paired(profile, files).rank or 0)
+    rank, most = whole(profile.arguments.get("max-lora-rank")) or found, whole(profile.arguments.get("max-loaded-loras"))
+    return LoraDoor("/load_lora_adapter", "/unload_lora_adapter", "", rank, most, lora.RANKS[-1], name)
 
 
 def _sleeps(profile: Profile, allocation: Allocation) -> bool:

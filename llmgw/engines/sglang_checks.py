@@ -14,6 +14,7 @@ from llmgw.engines.launch import (
     weights_problems,
 )
 from llmgw.errors import Problem
+from llmgw.fleet.model import Profile
 
 _GIVEN = "llmgw gives it host and port"
 _SET = "set `parallel` in the profile"
@@ -53,7 +54,7 @@ _INTEGERS = ("max-running-requests", "max-queued-requests", "chunked-prefill-siz
 def problems(case: Case) -> list[Problem]:
     """Every reason for which SGLang would not serve this profile."""
     found = weights_problems(case.profile, case.files)
-    found += reserved_arguments(case.profile, RESERVED)
+    found += reserved_arguments(lora.without_switch(case.profile), RESERVED)
     found += unknown_arguments(case.profile, case.flags, case.named, "`sglang serve --help`")
     found += environment_problems(case.profile, RESERVED_ENVIRONMENT)
     for check in (
@@ -137,8 +138,17 @@ def _values(case: Case) -> Iterator[Problem]:
             yield Problem(f"{name} is a whole number, found {value!r}", f"arguments.{name}", "argument_value")
 
 
+def fixed_loras(profile: Profile) -> str:
+    """Why an engine of this profile takes no adapters while it runs; empty if it does."""
+    if not lora.enabled(profile):
+        return lora.UNPREPARED
+    if profile.parallel.nodes > 1 or profile.parallel.data > 1 or profile.arguments.get("tokenizer-worker-num", 1) != 1:
+        return "SGLang over several nodes, data parallel ranks or tokenizers takes adapters only at its start"
+    return ""
+
+
 def _loras(case: Case) -> Iterator[Problem]:
-    yield from lora.problems(case, highest=None)
+    yield from lora.problems(case, later=not fixed_loras(case.profile), highest=None)
     for one in case.profile.loras:
         if ":" in one.name or "=" in one.name:
             text = f"SGLang cannot serve an adapter under {one.name}: no ':' may stand in its name"

@@ -24,7 +24,7 @@ from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation
 from llmgw.fleet.shard import Allocation, EngineLoad, WeightFiles
-from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, ShardLaunch
+from llmgw.interfaces import Flags, IEngineAdapter, IMemoryEstimator, LoraDoor, ShardLaunch
 
 KEY = "VLLM_API_KEY"
 # How long running requests may go on after SIGTERM; llmgw has drained before, so this is for what came late.
@@ -115,7 +115,7 @@ class Vllm(TorchEngine):
         arguments = long_options(profile.arguments, lambda name: joined if name in _JSON_LISTS else words)
         return ShardLaunch(
             argv=(*(installation.command or self.default_command), "serve", *own, *arguments, *profile.extra_argv),
-            environment={**profile.environment, **_environment(allocation, key)},
+            environment={**profile.environment, **_environment(profile, allocation, key)},
             defaults=torch_defaults(files, allocation, VLLM_NO_USAGE_STATS="1", **_space(profile, files)),
             url=http_url(allocation.address, port) if serves else "",
             ready="/health" if serves else None,
@@ -126,6 +126,7 @@ class Vllm(TorchEngine):
             key=key,
             sleep=sleep,
             wake=wake,
+            loras=_door(profile, files),
         )
 
     def load(self, metrics_text: str) -> EngineLoad:
@@ -160,16 +161,27 @@ def _hybrid(profile: Profile) -> bool:
 
 
 def _loras(profile: Profile, files: WeightFiles | None) -> list[str]:
-    """The adapters by path; the rank that the largest needs, of those that vLLM takes."""
-    if not profile.loras:
+    """The adapters by path where it takes none later; the rank that the largest needs, of those that vLLM takes."""
+    if not lora.enabled(profile):
         return []
-    found = lora.paired(profile, files)
-    argv = ["--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in found.paths)]
+    found, door, argv = lora.paired(profile, files), _door(profile, files), lora.switch(profile)
+    if door.fixed:
+        argv += ["--lora-modules", *(f"{name}={path}" for name, path in found.paths)]
     if "max-loras" not in profile.arguments:
-        argv += ["--max-loras", str(len(profile.loras))]
+        argv += ["--max-loras", str(door.most or len(profile.loras))]
     if "max-lora-rank" not in profile.arguments and (rank := lora.fitting(found.rank)) is not None:
         argv += ["--max-lora-rank", str(rank)]
     return argv
+
+
+def _door(profile: Profile, files: WeightFiles | None) -> LoraDoor:
+    """More adapters than it has room for would have it read the weights of each again and again, from wherever they were."""
+    if fixed := vllm_checks.fixed_loras(profile):
+        return LoraDoor(fixed=fixed)
+    rank = whole(profile.arguments.get("max-lora-rank")) or lora.fitting(lora.paired(profile, files).rank) or lora.DEFAULT_RANK
+    kept = whole(profile.arguments.get("max-cpu-loras"))
+    most = None if "max-loras" in profile.arguments else max(min(lora.ROOM, kept or lora.ROOM), len(profile.loras))
+    return LoraDoor("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "", rank, most, lora.RANKS[-1])
 
 
 def _parallel(profile: Profile, allocation: Allocation) -> list[str]:
@@ -215,8 +227,10 @@ def memory_share(profile: Profile, allocation: Allocation) -> float | None:
     return None if wanted is None else told_share(wanted)
 
 
-def _environment(allocation: Allocation, key: str) -> dict[str, str]:
+def _environment(profile: Profile, allocation: Allocation, key: str) -> dict[str, str]:
     found = {KEY: key, **visible_devices(allocation)}
+    if not vllm_checks.fixed_loras(profile):
+        found[vllm_checks.UPDATING] = "1"
     address = allocation.peers[allocation.rank] if allocation.rank < len(allocation.peers) else allocation.address
     return found | ({"VLLM_HOST_IP": address} if address else {})
 

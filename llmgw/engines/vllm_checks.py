@@ -43,6 +43,7 @@ RESERVED = {
 }
 RESERVED_ENVIRONMENT = frozenset({"VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP"})
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE"
+UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # Ten times the compute capability.
 CAPABILITY = {
     **dict.fromkeys(("gptq",), 60),
@@ -57,7 +58,7 @@ WHEEL_CAPABILITY = 75
 def problems(case: Case) -> list[Problem]:
     """Every reason for which vLLM would not serve this profile."""
     found = weights_problems(case.profile, case.files)
-    found += reserved_arguments(case.profile, RESERVED)
+    found += reserved_arguments(lora.without_switch(case.profile), RESERVED)
     found += unknown_arguments(case.profile, case.flags, case.named, "`vllm serve --help=all`")
     found += environment_problems(case.profile, RESERVED_ENVIRONMENT)
     for check in (
@@ -79,7 +80,7 @@ def problems(case: Case) -> list[Problem]:
         _quantization,
         _architecture,
         _pipeline,
-        lora.problems,
+        _loras,
         _node,
     ):
         found += check(case)
@@ -151,6 +152,21 @@ def _tools(case: Case) -> Iterator[Problem]:
     if arguments.get("enable-auto-tool-choice") is True and not arguments.get("tool-call-parser"):
         text = "enable-auto-tool-choice needs tool-call-parser, e.g. hermes, llama3_json or qwen3_coder"
         yield Problem(text, "arguments.enable-auto-tool-choice", "tool_parser_missing")
+
+
+def fixed_loras(profile: Profile) -> str:
+    """Why an engine of this profile takes no adapters while it runs; empty if it does."""
+    if not lora.enabled(profile):
+        return lora.UNPREPARED
+    if profile.parallel.nodes > 1 or profile.parallel.data > 1 or profile.arguments.get("api-server-count", 1) != 1:
+        return "vLLM over several nodes, data parallel ranks or API servers takes adapters only at its start"
+    if profile.environment.get(UPDATING, "1").strip().lower() not in ("1", "true"):
+        return f"its profile sets {UPDATING}"
+    return ""
+
+
+def _loras(case: Case) -> Iterator[Problem]:
+    yield from lora.problems(case, later=not fixed_loras(case.profile))
 
 
 def _development(case: Case) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from attrs import evolve, field, frozen
 
 from llmgw.fleet.model import Model, Profile
 from llmgw.fleet.node import NodeFacts, NodeState
-from llmgw.fleet.shard import Allocation, ShardState, Wanted
+from llmgw.fleet.shard import Allocation, ShardLora, ShardState, Wanted
 
 
 @frozen
@@ -89,6 +89,7 @@ class ShardRecord:
     @ivar to_sleep: once it is drained its engine is put to sleep instead of stopped.
     @ivar fault: what took its last attempt down where that was not its own failure; empty where it was, or nothing has.
     @ivar drain: how many seconds its requests may take when it leaves, as its model said last; None for C{timing.drain}.
+    @ivar loras: the adapters of its engine as its agent said last; None before. C{profile} has those that are wanted of it.
     @ivar peak: the most bytes of one device that its engine was seen to use while it served; None if it was never seen.
     """
 
@@ -124,6 +125,7 @@ class ShardRecord:
     to_sleep: bool = False
     drain: float | None = None
     fault: str = ""
+    loras: tuple[ShardLora, ...] | None = None
 
 
 class RolloutState(StrEnum):

@@ -220,6 +220,21 @@ class Diagnosis:
         return f"{self.text.rstrip('.')}. {self.advice}" if self.advice else self.text
 
 
+@frozen
+class ShardLora:
+    """An adapter of an engine: what it has, or why it has not what was ordered.
+
+    C{served} is the name that the engine itself knows it by. C{problem} is empty when it is loaded; C{anew}: an engine that is
+    started anew would load it.
+    """
+
+    name: str
+    weights: str
+    served: str = ""
+    problem: str = ""
+    anew: bool = False
+
+
 # A condition: the engine ended with its machine, which is nobody's failure.
 NODE_RESTARTED = "node_restarted"
 # A cause, and why an order is declined: a disk of the node is full, which passes when somebody makes room.
@@ -234,6 +249,8 @@ class ShardReport:
 
     C{key} is the engine's own secret and travels only inside the link and the routing table. C{progress} is 0 to 1.
     C{sleeps}: its engine can give its memory back and take it again without being started anew.
+    C{loras} are the adapters that its engine has, and those that it should have and does not; None of an agent that does not
+    tell. C{fixed} is why they cannot be changed while it runs, empty where they can.
     C{conditions} are standing remarks, e.g. C{shim_lost}, C{held_by_pid 812}.
     """
 
@@ -263,6 +280,8 @@ class ShardReport:
     limit: int | None = None
     order: ShardOrder | None = None
     sleeps: bool = False
+    loras: tuple[ShardLora, ...] | None = None
+    fixed: str = ""
 
 
 @frozen

@@ -17,6 +17,7 @@ from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
 from llmgw.planning.hints import freed
+from llmgw.planning.loras import allow_outage
 from llmgw.planning.placement import claim_of
 from llmgw.planning.profiles import follow_rollout
 from llmgw.planning.reconcile import Outcome, reconcile
@@ -95,7 +96,9 @@ def _began(world: World, catalog: Catalog, without: frozenset[str], outage: bool
 
 def _allow_outage(draft: Draft, model: Model) -> None:
     """Begin a changed model's rollout as C{apply --allow-outage} does."""
-    follow_rollout(draft, model, group(draft.shards.values()).get(model.name, []))
+    replicas = group(draft.shards.values()).get(model.name, [])
+    follow_rollout(draft, model, replicas)
+    allow_outage(draft, model, replicas)
     if (record := draft.rollouts.get(model.name)) is not None:
         draft.put_rollout(evolve(record, outage=True))
 

@@ -15,6 +15,7 @@ from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ADDRESS_GONE, DISK_FULL, NODE_RESTARTED, ShardReport, ShardState, Wanted, replica_of, shard_id
 from llmgw.fleet.units import show_duration
+from llmgw.planning.loras import heard
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.world import Draft, Told
 
@@ -155,6 +156,7 @@ def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
         record = evolve(record, url=url, key=key)
     if ready and record.next_at is not None:
         record = evolve(record, next_at=None)
+    record = heard(draft, record, report) if ready else record
     if record.state is state and record.reason == reason:
         draft.put(record)
     else:

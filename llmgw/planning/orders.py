@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from attrs import evolve
 
-from llmgw.fleet.model import Profile
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardOrder, ShardState, Wanted, replica_of
 from llmgw.fleet.timing import Timing
+from llmgw.planning.loras import ordered
 
 _RESTING = (ShardState.BACKOFF, ShardState.FAILED)
 # Beyond the grace of rank 0: what killing it takes, and the news of it.
@@ -86,7 +86,7 @@ def _order(
         record.attempt,
         wanted,
         operation(record, wanted),
-        record.profile or Profile(""),
+        ordered(record, unrouted),
         record.allocation,
         record.served,
         deadline=drain_limit(record, nodes, timing),

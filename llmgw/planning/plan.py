@@ -56,7 +56,7 @@ def _of_model(found: Forecast, model: Model, here: list[Replica], then: list[Rep
     gone = [replica for replica in here if replica.number not in numbers]
     kept = {replica.number for replica in here}
     new = [replica for replica in then if replica.number not in kept]
-    changed = [replica for replica in gone if replica.generation != model.generation][: len(new)] if model.profile else []
+    changed = [replica for replica in gone if replica.generation != model.generation or way][: len(new)] if model.profile else []
     if changed:
         fresh, new = new[: len(changed)], new[len(changed) :]
         text = way or f"{_count(len(changed))} replaced one at a time"

@@ -20,6 +20,7 @@ from llmgw.planning.devices import closed_device
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import leaving, ledger, want
 from llmgw.planning.lifecycle import in_quarantine
+from llmgw.planning.loras import equip, remark, why_anew
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.profiles import tried_again
@@ -84,6 +85,7 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
             old.remove(replica)
             work.forget_room()
     _retry(work, model, good)
+    equip(draft, model, good)
     if old:
         victim = worst_first(old)[0]
         _replace(work, model, target, good, old, Victim(victim, reasons[victim.number]))
@@ -135,15 +137,17 @@ def _beside(draft: Draft, model: Model, good: list[Replica]) -> int:
 def _remark(work: Work, model: Model, here: list[Replica]) -> None:
     """Say what an operator has to know of a model that is kept from the catalog's profile."""
     rollout = work.draft.rollouts.get(model.name)
-    if rollout is None or model.name in work.notes:
+    if model.name in work.notes:
         return
-    if rollout.pinned:
+    if rollout is not None and rollout.pinned:
         work.notes[model.name] = f"{rollout.reason}. {tried_again(rollout)}"
-    elif rollout.held:
+    elif rollout is not None and rollout.held:
         fresh = sum(replica.generation == rollout.target.generation(model.name) for replica in here)
         work.notes[model.name] = (
             f"rollout paused with {fresh} of {len(here)} replicas changed; go on: llmgw rollout {model.name} --resume"
         )
+    elif text := remark(model, here):
+        work.notes[model.name] = text
 
 
 def _welcome(draft: Draft, good: list[Replica]) -> None:
@@ -166,6 +170,8 @@ def _why_old(work: Work, model: Model, replica: Replica) -> str:
     rollout = draft.rollouts.get(model.name)
     if replica.generation != model.generation and not (rollout and rollout.held):
         return f"its profile changed ({replica.generation} -> {model.generation})"
+    if not (rollout and rollout.held) and (reason := why_anew(draft, model, replica)):
+        return reason
     draining = [name for name in replica.nodes if draft.nodes[name].draining]
     if draining:
         return f"{draining[0]} is drained"
@@ -343,6 +349,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
             wanted=Wanted.RUN,
             next_at=None,
             served_since=0.0,
+            loras=None,
             crashes=replica.crashes,
             fault="",
             profile=model.profile if shard.generation == model.generation else shard.profile,

@@ -13,6 +13,7 @@ from llmgw.fleet.model import Model
 from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import leaving, ledger, want
+from llmgw.planning.loras import outlook, why_anew
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.profiles import follow_rollout
 from llmgw.planning.replicas import Replica, given_up, group, wanted, worst_first
@@ -23,10 +24,12 @@ LOOKED_AT = 16
 
 
 class Way(StrEnum):
-    """How replicas are changed. C{START}: nothing serves yet; C{OUTAGE}: the only one that serves has to stop first;
-    C{HELD}: the new one fits nowhere, so nothing changes; C{UNKNOWN}: nodes have not been asked for the weights yet."""
+    """How replicas are changed. C{START}: nothing serves yet; C{LOAD}: their adapters are, as they run; C{OUTAGE}: the only one
+    that serves has to stop first; C{HELD}: the new one fits nowhere, so nothing is; C{UNKNOWN}: nodes have not been asked for
+    the weights yet."""
 
     START = "start"
+    LOAD = "load"
     SURGE = "surge"
     REPLACE = "replace"
     OUTAGE = "outage"
@@ -84,8 +87,8 @@ def _change(draft: Draft, model: Model, replicas: Mapping[str, list[Replica]]) -
     here = [one for one in replicas.get(model.name, []) if not one.leaving and not given_up(one, draft.nodes)]
     record = draft.rollouts.get(model.name)
     in_force = model if record is None or record.held else record.in_force(model)
-    old = worst_first(one for one in here if one.serving and one.generation != in_force.generation)
-    good = [one for one in here if one.generation == in_force.generation]
+    good = [one for one in here if one.generation == in_force.generation and not why_anew(draft, in_force, one)]
+    old = worst_first(one for one in here if one.serving and one not in good)
     extra = max(0, len(old) + len(good) - wanted(model, draft.world.demand))
     going, stay = old[:extra], old[extra:]
     serving = len(stay) + sum(one.serving for one in good) - 1
@@ -94,6 +97,8 @@ def _change(draft: Draft, model: Model, replicas: Mapping[str, list[Replica]]) -
 
 def _decide(draft: Draft, model: Model, replicas: Mapping[str, list[Replica]], room: Ledger) -> Decision:
     change = _change(draft, model, replicas)
+    if not change.old and (text := outlook(draft, change.model, replicas.get(model.name, []))):
+        return Decision(model.name, Way.LOAD, len(replicas[model.name]), text)
     if not change.old:
         return Decision(model.name, Way.START, 0, "nothing of it serves that has to be replaced")
     record, count = draft.rollouts.get(model.name), _count(change.old)

@@ -14,6 +14,7 @@ from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.model import Catalog, Model
 from llmgw.fleet.shard import Wanted
 from llmgw.interfaces import Flags
+from llmgw.planning import loras
 from llmgw.planning.profiles import follow_rollout, tried_again
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.rollout import leave
@@ -144,6 +145,8 @@ class Catalogs:
         """Begin the rollout with the revision, so that whoever looks next sees that it is not done."""
         before = draft.rollouts.get(model.name)
         follow_rollout(draft, model, replicas)
+        if outage:
+            loras.allow_outage(draft, model, replicas)
         record = draft.rollouts.get(model.name)
         if record is not None and record is not before:
             draft.put_rollout(evolve(record, outage=outage))

@@ -17,6 +17,7 @@ from llmgw.fleet.model import Catalog, Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
+from llmgw.planning import loras
 from llmgw.planning.replicas import Replica, group
 from llmgw.planning.world import Told
 from llmgw.router.table import KeyEntry, RoutedEndpoint, RoutedModel, Table, endpoint
@@ -78,16 +79,17 @@ def _model(known: Known, model: Model, found: list[RoutedEndpoint]) -> RoutedMod
 
 
 def _adapters(known: Known, model: Model, replicas: list[Replica], routed: list[RoutedEndpoint]) -> list[RoutedModel]:
-    """The model's LoRA adapters, each on those replicas that were started with it."""
+    """The model's LoRA adapters, each on those replicas whose engines have it, and by one name, as engines of one kind do."""
     made = []
     for adapter in model.profile.loras if model.profile else ():
-        started = (replica for replica in replicas if replica.shards[0].profile is not None)
-        having = {one.id for one in started if adapter in one.shards[0].profile.loras}  # type: ignore[union-attr]
+        found = {one.id: there for one in replicas if (there := loras.routed(one.shards[0], adapter.name)) is not None}
+        served = next((found[id].served for one in routed for id in (one.id, replica_of(one.id)) if id in found), adapter.name)
+        having = {id for id, there in found.items() if there.served == served}
         ids = [one.id for one in routed if {one.id, replica_of(one.id)} & having]
-        without = f"its replicas run without the adapter {adapter.name}: llmgw restart {model.name}"
+        without = f"none of its replicas has the adapter {adapter.name} loaded: llmgw status tells why"
         reason = "" if ids else without if routed else _reason(known, model.name)
         policy = model.routing.policy
-        made.append(RoutedModel(adapter.name, endpoints=tuple(ids), policy=policy, reason=reason, served=adapter.name))
+        made.append(RoutedModel(adapter.name, endpoints=tuple(ids), policy=policy, reason=reason, served=served))
     return made
 
 

@@ -18,6 +18,7 @@ from twisted.python.failure import Failure
 
 from llmgw.errors import LlmgwError
 from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
+from llmgw.planning.loras import part, parting
 from llmgw.planning.reconcile import Outcome
 from llmgw.router.table import Table
 from llmgw.server.membership import Membership
@@ -59,7 +60,7 @@ class Routing:
     """The table in force.
 
     @ivar before: the last table, at first the one that was on disk.
-    @ivar unrouted: replicas that are leaving and that no router sends requests to any more.
+    @ivar unrouted: replicas that are leaving, and adapters (see L{part}), and that no router sends requests to any more.
     @ivar problem: why the last table could not be given to the routers, empty if it could.
     @ivar draining: whether any replica is on its way out, so that its requests should be watched.
     """
@@ -174,9 +175,10 @@ class Routing:
         return self._secrets[path]
 
     def _follow_leaving(self, truth: Truth) -> None:
-        """Wait for the word of all routers on each replica that is leaving."""
+        """Wait for the word of all routers on each replica, and each adapter of one, that is leaving."""
         shards = [record for record in truth.shards.values() if record.allocation is not None]
         self._leaving = {replica_of(r.shard) for r in shards if r.wanted is not Wanted.RUN and r.state is not ShardState.SLEEPING}
+        self._leaving |= {part(record.shard, one.name) for record in shards for one in parting(record)}
         self._parts = parts_of(r for r in shards if r.wanted is not Wanted.RUN)
         self.unrouted &= self._leaving
         self._waiting &= self._leaving

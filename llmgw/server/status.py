@@ -206,6 +206,7 @@ class Status:
             "devices": list(record.allocation.devices),
             "gpus": self._indexes(record),
             "adopted": record.adopted,
+            "loras": [{"name": one.name, "weights": one.weights, "problem": one.problem} for one in record.loras or ()],
             **(_said(report) if report else {}),
         }
 

@@ -10,8 +10,8 @@
   away for long enough, counted from when the leader began;
 - the plan: no engine ends by itself more often than its budget says; the ranks of a replica are of one attempt; a change takes
   nobody away while a successor is not ready and too few would serve, nor the last one without leave;
-- no router routes to an engine that was told to drain or stop or never was ready, and a new leader takes no endpoint away that
-  may serve.
+- no router routes to an engine that was told to drain or stop or never was ready, or for an adapter that it has not, and a new
+  leader takes no endpoint away that may serve.
 
 Not here, since the simulation has other leases, links and requests than a fleet: I-L3 to I-L5 and I-L7 to I-L12 are in
 test_store_lease*.py, test_store_tenure.py and test_server_leading.py; I-C4, I-C8 and I-A in test_server_fleetport*.py and
@@ -103,6 +103,17 @@ class Invariants:
             here = (f"{agent.name}.sim", engine.order.allocation.ports[0])
             early = not engine.served and routed.get(replica_of(engine.order.shard)) == here
             self._must(not early, f"requests go to {engine.order.shard}, which has never been ready")
+        self._adapters(engines)
+
+    def _adapters(self, engines: list[tuple[SimAgent, SimEngine]]) -> None:
+        for model in self._fleet.routers.routing.models if any(engine.order.profile.loras for _, engine in engines) else ():
+            lacks = [
+                engine.order.shard
+                for _, engine in engines
+                if model.served and engine.state is ShardState.READY and replica_of(engine.order.shard) in model.endpoints
+                if not any(one.name == model.name and not one.problem for one in engine.loras)
+            ]
+            self._must(not lacks, f"requests for {model.name} go to {lacks}, which have not loaded it")
 
     def _agent(self, agent: SimAgent) -> None:
         for order in agent.stopped[self._stops[agent.name] :]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from llmgw.agent.fence import Fence
 from llmgw.fleet.node import Device, Fabric, Installation, Inventory, NodeFacts
@@ -21,6 +21,7 @@ from llmgw.fleet.shard import (
     Diagnosis,
     EngineLoad,
     ShardExit,
+    ShardLora,
     ShardOrder,
     ShardReport,
     ShardState,
@@ -53,6 +54,7 @@ class SimEngine:
     reason: str = ""
     next: ShardOrder | None = None
     conditions: tuple[str, ...] = ()
+    loras: tuple[ShardLora, ...] = ()
     diagnosis: Diagnosis | None = None
     served: bool = False
 
@@ -72,6 +74,8 @@ class SimAgent:
     @ivar ahead: how many seconds its clock is ahead of the others'.
     @ivar epochs: every epoch whose orders it has followed.
     @ivar stopped: every shard that was stopped by order, with the order: what nobody ordered must not be in it.
+    @ivar fixed: why its engines take no adapters while they run.
+    @ivar spoilt: by adapter's weights, why they cannot be loaded, and whether an engine started anew could.
     @ivar replaced: every attempt that was stopped for a later one, with the state it was in.
     @ivar effects: by the id of an operation, what it was told to do; C{reused} the ids that came with another effect.
     @ivar clashes: the orders to start on a device that another engine had.
@@ -104,6 +108,8 @@ class SimAgent:
     say: Callable[[Any], None] = lambda message: None
     running_requests: int | None = None
     sleeps: bool = False
+    fixed: str = ""
+    spoilt: dict[str, tuple[str, bool]] = field(factory=dict)
     _pids: int = 100
 
     def facts(self) -> NodeFacts:
@@ -146,6 +152,8 @@ class SimAgent:
                 diagnosis=engine.diagnosis,
                 healthy=ADDRESS_GONE not in engine.conditions,
                 sleeps=self.sleeps,
+                loras=engine.loras,
+                fixed=self.fixed,
                 load=EngineLoad(self.running_requests, 0) if engine.state is ShardState.READY else EngineLoad(),
             )
             for shard, engine in sorted(self.engines.items())
@@ -166,10 +174,25 @@ class SimAgent:
         self.engines = {name: engine for name, engine in self.engines.items() if engine.live or name in listed}
         self.say(self.report())
 
+    def _equip(self, engine: SimEngine, order: ShardOrder, fresh: bool = False) -> None:
+        """Have its order's adapters, those that can be loaded; with each order anew."""
+        engine.order = evolve(engine.order, profile=order.profile)
+        if engine.state is not ShardState.READY:
+            return
+        loras = []
+        for one in order.profile.loras:
+            problem, anew = self.spoilt.get(one.weights, ("", False))
+            problem = "" if fresh and anew else problem
+            loras.append(ShardLora(one.name, one.weights, one.name, problem, anew and not fresh))
+        engine.loras = tuple(loras)
+
     def _follow(self, order: ShardOrder, now: float) -> None:
         effect = (order.shard, order.attempt, order.wanted, order.allocation)
         if self.effects.setdefault(order.operation, effect) != effect:
             self.reused.add(order.operation)
+        engine = self.engines.get(order.shard)
+        if engine is not None and engine.live and engine.order.attempt == order.attempt and not self.fixed:
+            self._equip(engine, order)
         if done := self.answered.get(order.operation):
             self.say(done)
             return
@@ -233,6 +256,7 @@ class SimAgent:
             self.die(engine, now, self.full.text)
         elif state is ShardState.LOADING and lasted >= self.load:
             engine.state, engine.since, engine.served = ShardState.READY, now, True
+            self._equip(engine, engine.order, fresh=True)
             self._answer(engine.order, True)
         elif state is ShardState.STOPPING and lasted >= self.grace:
             engine.state, engine.since = ShardState.STOPPED, now

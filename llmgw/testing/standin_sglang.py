@@ -3,8 +3,9 @@
 Its command line is read by C{argparse} from the list of SGLang's own options, and its configuration file in the way of SGLang's,
 so what that would refuse is refused here. It is reached only when it has loaded; then C{/ready} and C{/health} are 503 for
 C{$STANDIN_WARMUP} seconds. The key guards C{/v1}. Ranks above 0 answer nothing but 200 on their health paths, ignore SIGTERM and
-live until rank 0, at its own end, tells them to end; where it dies without a word, for ever. SIGTERM drains without limit; where
-a child dies it kills itself by SIGKILL. C{$STANDIN} holds options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
+live until rank 0, at its own end, tells them to end; where it dies without a word, for ever. An adapter is asked for as
+C{MODEL:ADAPTER}, and unloaded when nothing runs with it. SIGTERM drains without limit; where a child dies it kills itself by
+SIGKILL. C{$STANDIN} holds options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import yaml
 
 from llmgw.testing import fake_engine
+from llmgw.testing.doors import BadAdapter, cards, read_adapter
 from llmgw.testing.fake_engine import say
 from llmgw.testing.orphan import fork_worker
 
@@ -86,6 +89,9 @@ def asked(arguments: list[str]) -> argparse.Namespace:
     found = parser().parse_args(with_config(arguments))
     if (found.tp_size or 1) * (found.pp_size or 1) % (found.nnodes or 1):
         raise AssertionError("tp_size must be divisible by number of nodes")
+    if found.enable_lora and not found.lora_paths and not (found.max_lora_rank and found.lora_target_modules):
+        both = "you need to specify both --max-lora-rank and --lora-target-modules for LoRA initialization."
+        raise AssertionError(f"When no initial --lora-paths is provided, {both}")
     if ":" in (found.served_model_name or ""):
         raise ValueError("served_model_name cannot contain a colon (':') character. ")
     return found
@@ -104,6 +110,11 @@ class Standin(fake_engine.Engine):
         self.ranks: list[asyncio.StreamWriter] = []
         # Without a backup it wakes up with weights that are noise; that is no sleep.
         keeps = options.enable_memory_saver and options.enable_weights_cpu_backup
+        self.base = self.names[0]
+        self.adapters: dict[str, str] = {}
+        self.using: Counter[str] = Counter()
+        for one in options.lora_paths or []:
+            self.put(*one.split("=", 1))
         self.turns = ("/release_memory_occupation", "/resume_memory_occupation") if keeps else ()
 
     @property
@@ -195,7 +206,56 @@ class Standin(fake_engine.Engine):
             return None
         if path == "/metrics" and not self.options.enable_metrics:
             return None
+        if path == "/v1/models":
+            return 200, "application/json", cards([self.base], self.base, self.adapters)
         return super().get(path)
+
+    def put(self, name: str, path: str) -> None:
+        """Serve an adapter."""
+        self.adapters[name] = path
+        self.names.append(f"{self.base}:{name}")
+
+    async def post(self, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Adapters come and go; whatever runs goes on."""
+        if path in ("/load_lora_adapter", "/unload_lora_adapter"):
+            asked = json.loads(body)
+            say(f"{path} {asked}")
+            problem = self.load_adapter(asked) if path == "/load_lora_adapter" else await self.unload_adapter(asked["lora_name"])
+            told = {"rid": None, "success": not problem, "error_message": problem, "loaded_adapters": self.adapters}
+            return self.answer(writer, 400 if problem else 200, "application/json", json.dumps(told))
+        name = json.loads(body).get("model", "").partition(":")[2] if path.startswith("/v1") else ""
+        self.using[name] += 1
+        try:
+            return await super().post(path, body, reader, writer)
+        finally:
+            self.using[name] -= 1
+
+    def load_adapter(self, asked: Mapping[str, str]) -> str:
+        """Why not."""
+        name, path, most = asked["lora_name"], asked["lora_path"], self.options.max_lora_rank
+        if not self.options.enable_lora:
+            return "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        if name in self.adapters:
+            return f"LoRA with name {name} already exists. Loaded LoRAs: {self.adapters.keys()}"
+        try:
+            config = read_adapter(path)
+        except BadAdapter as error:
+            return str(error)
+        if most is not None and config.get("r", 0) > most:
+            rank = f"LoRA adapter {name} with rank {config['r']} is incompatible with the current LoRA memory pool configuration."
+            return f"{rank} Please ensure that the LoRA adapter's rank is within the configured `--max-lora-rank`"
+        self.put(name, path)
+        return ""
+
+    async def unload_adapter(self, name: str) -> str:
+        """Why not; it waits for what runs with it."""
+        if name not in self.adapters:
+            return f"LoRA with name {name} does not exist. Loaded LoRAs: {self.adapters.keys()}"
+        del self.adapters[name]
+        self.names.remove(f"{self.base}:{name}")
+        while self.using[name]:
+            await asyncio.sleep(POLL)
+        return ""
 
     def metrics(self) -> Mapping[str, float]:
         """By SGLang's names and labels; each tensor rank tells the same."""
@@ -225,8 +285,6 @@ def main() -> None:
     options = asked(arguments)
     name = options.served_model_name or options.model_path
     words = ["--host", options.host or "127.0.0.1", "--port", str(options.port or 30000), "--name", name]
-    for one in options.lora_paths or []:
-        words += ["--name", one.partition("=")[0]]
     settings = fake_engine.options([*words, *shlex.split(os.environ.get("STANDIN", ""))])
     fake_engine.serve(Standin(settings, options, fork_worker(b"sglang::schedul")))
 

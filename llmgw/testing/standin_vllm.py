@@ -3,8 +3,9 @@
 Its command line is read by C{argparse} from the list of vLLM's own options, so what vLLM would refuse is refused here, with
 the same words and status. It is reached only when it has loaded, keeps its key to C{/v1}, and runs a process titled
 C{VLLM::EngineCore} that a SIGKILL of the server leaves behind, as vLLM's does (a minute long here); when that one dies,
-so does the server, with status 0. SIGTERM does nothing while it loads, and later waits for running requests. C{$STANDIN}
-holds options of L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
+so does the server, with status 0. SIGTERM does nothing while it loads, and later waits for running requests. It takes adapters
+while it runs where vLLM would, with the answers that 0.32.0 has given. C{$STANDIN} holds options of
+L{llmgw.testing.fake_engine}, e.g. C{--load-seconds 2}.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from importlib.resources import files
 from typing import Any, NoReturn
 
 from llmgw.testing import fake_engine
+from llmgw.testing.doors import BadAdapter, cards, read_adapter
 from llmgw.testing.fake_engine import say
 from llmgw.testing.orphan import fork_worker
 
@@ -166,6 +168,10 @@ class Standin(fake_engine.Engine):
         self.ending: asyncio.Future[None] | None = None
         developing = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
         self.turns = ("/sleep", "/wake_up") if developing and options.enable_sleep_mode else ()
+        self.adapters = dict(module.split("=", 1) for module in options.lora_modules or [])
+        updating = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").lower() in ("1", "true")
+        doors = {"/v1/load_lora_adapter": self.load_adapter, "/v1/unload_lora_adapter": self.unload_adapter}
+        self.doors = doors if updating else {}
 
     async def load(self) -> None:
         """Tell what vLLM tells on its way, in its order."""
@@ -210,10 +216,18 @@ class Standin(fake_engine.Engine):
         self.exit(0)
 
     async def post(self, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Once it ends, new requests fail, while C{/health} is as before."""
+        """Once it ends, new requests fail, while C{/health} is as before. Adapters come and go; whatever runs goes on."""
         if self.ending is not None:
             return self.error(writer, 500, "EngineCore is shutting down")
-        return await super().post(path, body, reader, writer)
+        if (door := self.doors.get(path)) is None:
+            return await super().post(path, body, reader, writer)
+        asked = json.loads(body)
+        say(f"{path} {asked}")
+        status, kind, message = door(asked)
+        if status == 200:
+            return self.answer(writer, 200, "text/plain", message)
+        error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        return self.answer(writer, status, "application/json", json.dumps(error))
 
     def exit(self, code: int) -> NoReturn:
         """Take the engine's process along."""
@@ -229,7 +243,42 @@ class Standin(fake_engine.Engine):
             return 200 if self.loaded else 503, "text/plain", ""
         if path == "/version":
             return 200, "application/json", json.dumps({"version": VERSION})
+        if path == "/v1/models":
+            base = [name for name in self.names if name not in self.adapters]
+            return 200, "application/json", cards(base, self.options.model_tag, self.adapters)
         return super().get(path)
+
+    def load_adapter(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
+        """Status, type and text."""
+        name, path = asked.get("lora_name", ""), asked.get("lora_path", "")
+        if not name or not path:
+            return 400, "InvalidUserInput", "Both 'lora_name' and 'lora_path' must be provided."
+        if name in self.adapters:
+            inplace = "If you want to load the adapter in place, set 'load_inplace' to True."
+            return 400, "InvalidUserInput", f"The lora adapter '{name}' has already been loaded. {inplace}"
+        if name in self.names:
+            return 400, "InvalidUserInput", f"The lora adapter '{name}' conflicts with a served base model."
+        failed = "Call to add_lora method failed: Worker failed with error '{}', please check the stack trace above"
+        try:
+            rank, most = read_adapter(path).get("r", 0), self.options.max_lora_rank or 16
+        except BadAdapter as error:
+            if error.absent:
+                return 404, "NotFoundError", f"Loading lora {name} failed: {error}"
+            return 500, "InternalServerError", failed.format(error)
+        if rank > most:
+            return 500, "InternalServerError", failed.format(f"LoRA rank {rank} is greater than max_lora_rank {most}.")
+        self.adapters[name] = path
+        self.names.append(name)
+        return 200, "", f"Success: LoRA adapter '{name}' added successfully."
+
+    def unload_adapter(self, asked: Mapping[str, str]) -> tuple[int, str, str]:
+        """Status, type and text. Requests that run with it go on."""
+        name = asked.get("lora_name", "")
+        if name not in self.adapters:
+            return 404, "NotFoundError", f"The lora adapter '{name}' cannot be found."
+        del self.adapters[name]
+        self.names.remove(name)
+        return 200, "", f"Success: LoRA adapter '{name}' removed successfully."
 
     def metrics(self) -> Mapping[str, float]:
         """By vLLM's names and labels."""

@@ -73,6 +73,16 @@ def test_f6_slow_head_and_slow_body(rig, engine):
         assert raw.read_all(3) == b""
 
 
+def test_f6_a_slow_body_holds_no_place(rig, engine):
+    """F6: only when a request's body is here does it take a place at an engine, which others have until then."""
+    rig.use(engine, limit=1)
+    with rig.client() as raw:
+        raw.send(LINE + AUTH + LENGTH + b"\r\n" + BODY[:-1])
+        assert [rig.post()[0] for _ in range(3)] == [200] * 3
+        raw.send(BODY[-1:])
+        assert raw.answer()[0] == 200
+
+
 def test_trickling_body_is_taken(rig, engine):
     """F6: the body's clock runs between its pieces, not over all of it."""
     rig.use(engine, timeouts=Timeouts(headers=5, body=1.0))

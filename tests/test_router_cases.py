@@ -1,7 +1,7 @@
 """What users of other routers have suffered, each as a test named by its id; here those that have no better place.
 
-Every id below has a test somewhere under C{tests} whose name contains it (C{test_a1_...}), which a test at the end holds to. Of
-the catalogue these have none, because they do not apply:
+Every id below has a test in a C{test_router_*.py} whose name contains it (C{test_a1_...}), which a test at the end holds to;
+elsewhere other catalogues have such ids, too. Of this one these have none, because they do not apply:
 
     ====  ==============================================================================================================
     A8    no option to read an aborted answer to its end: every engine that has an adapter takes a closed connection
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import socket
 import threading
@@ -254,6 +255,25 @@ def test_f5_an_error_of_a_hundred_megabytes(rig):
         assert rig.rss() - before < 8 * 2**20
 
 
+def test_g3_an_access_log_that_hangs(rig):
+    """G3: the log stands on a disk that does not answer, as a pipe that nobody reads: requests go on, in the end the log, too."""
+    pipe = rig.folder / "pipe"
+    os.mkfifo(pipe)
+    with ScriptedEngine(plain) as engine:
+        rig.use(engine, access_log=str(pipe))
+        beats = len([message for message in rig.heard if message["type"] == "beat"])
+        began = time.monotonic()
+        assert [rig.post()[0] for _ in range(20)] == [200] * 20
+        until(lambda: len([m for m in rig.heard if m["type"] == "beat"]) > beats + 2, 6, "three flushes")
+        assert rig.post()[0] == 200
+        rig.use(engine)
+        assert rig.post(headers={"X-Request-Id": "after"})[0] == 200
+        assert time.monotonic() - began < 6
+        with open(os.open(pipe, os.O_RDONLY)) as reader:
+            assert json.loads(reader.readline())["status"] == 200
+            assert rig.log(client_id="after")
+
+
 def test_g3_an_access_log_that_cannot_be_written(rig):
     """G3: a log on a full disk, or in a folder that cannot be, costs no request anything."""
     with ScriptedEngine(plain) as engine:
@@ -368,7 +388,9 @@ def test_k4_replica_at_another_port(rig):
 def test_every_case_has_its_test():
     """The ids above, and nothing else of the catalogue's letters."""
     names = "\n".join(
-        name for path in Path(__file__).parent.rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+        name
+        for path in Path(__file__).parent.glob("test_router_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text())
     )
     missing = [id for id in APPLY if not re.search(rf"^test_(?:[a-n]\d+_)*{id.lower()}_", names, re.M)]
     assert not missing

@@ -305,6 +305,10 @@ def test_d11_keys_stay_where_they_belong(rig, engine):
         assert KEY.encode() not in request.raw
         assert request.header(b"authorization") == b"Bearer ek-0"
         assert "ek-0" not in str(answered)
+    with ScriptedEngine(lambda talk: (talk.request(), talk.reset())) as broken:
+        rig.use(broken)
+        status, *answered = rig.post()
+        assert status == 502 and "ek-0" not in str(answered)
     rig.log(2, outcome="done")
     assert "ek-0" not in rig.access.read_text()
     assert KEY not in rig.access.read_text()

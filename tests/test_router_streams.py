@@ -126,19 +126,26 @@ def test_c3_a_thousand_events_in_one_segment(rig):
 
 
 def test_c5_an_event_of_ten_megabytes(rig):
-    """C5: it goes through whole."""
+    """C5: it goes through whole, and no more than a mebibyte of it is kept until its end comes."""
     event = b"data: " + b"x" * (10 * 2**20) + b"\n\n"
+    half, go = len(event) // 200_000 * 100_000, threading.Event()
 
     def script(talk):
         talk.request()
         talk.send(STREAM_HEAD)
         for start in range(0, len(event), 100_000):
+            if start == half:
+                go.wait(10)
             talk.send(chunk(event[start : start + 100_000]))
         talk.send(chunk(EVENTS[0]) + b"0\r\n\r\n")
 
     with ScriptedEngine(script) as engine:
         rig.use(engine)
         with stream(rig) as raw:
+            while len(raw.seen) < half - 2 * 2**20:
+                assert raw.readable(10)
+                raw.seen += raw.socket.recv(2**20)
+            go.set()
             assert raw.answer(20)[2] == event + EVENTS[0]
 
 

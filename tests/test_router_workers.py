@@ -220,13 +220,15 @@ def test_fewer_workers_serve_all_sockets(state, engine):
 
 
 def test_n4_interrupted_worker_stops_accepting_and_finishes(state, engine):
-    """SIGINT: no new connections, the stream under way ends well, then the process ends."""
+    """SIGINT: no new connections, who is still there hears that it is not ready, streams end well, then the process ends."""
     parent = Parent(state, engine, count=1)
     with cleaned(parent):
         parent.end(signal.SIGKILL)
-        running = streams(parent.port, 1)
+        running, other = streams(parent.port, 50), RawClient(parent.port)
         os.kill(parent.workers[0], signal.SIGINT)
         until(lambda: socket.socket().connect_ex(("127.0.0.1", parent.port)), 3, "connections refused")
+        other.send(b"GET /ready HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert other.answer()[0] == 503
         engine.let_go.set()
         assert all_end_well(running)
         until(lambda: not alive(parent.workers[0]), 10)

@@ -79,7 +79,8 @@ class SimAgent:
     @ivar replaced: every attempt that was stopped for a later one, with the state it was in.
     @ivar effects: by the id of an operation, what it was told to do; C{reused} the ids that came with another effect.
     @ivar clashes: the orders to start on a device that another engine had.
-    @ivar crashes: by replica, when an engine of it ended by itself.
+    @ivar crashes: by replica, when an engine of it ended by itself, and for certain by its own failure: not on a full disk, nor
+        beside ranks on other nodes, which may have been away.
     """
 
     name: str
@@ -266,7 +267,8 @@ class SimAgent:
 
     def die(self, engine: SimEngine, now: float, reason: str) -> None:
         """An engine ends by itself."""
-        self.crashes.setdefault(replica_of(engine.order.shard), []).append(now)
+        if engine.diagnosis is None and engine.order.allocation.nodes == 1:
+            self.crashes.setdefault(replica_of(engine.order.shard), []).append(now)
         engine.state, engine.since, engine.reason = ShardState.FAILED, now, reason
         self._answer(engine.order, False)
         if self.alive:

@@ -168,11 +168,16 @@ class RealFleet:
 
     def status(self) -> dict[str, Any]:
         """What C{llmgw status --json} prints, without the price of a process each time it is asked."""
+        found: dict[str, Any] = self.asked("/v1/status")
+        return found
+
+    def asked(self, path: str) -> Any:
+        """An answer of the admin socket."""
         connection = http.client.HTTPConnection("admin", timeout=10)
         with socket.socket(socket.AF_UNIX) as connection.sock:
             connection.sock.settimeout(10)
             connection.sock.connect(str(self.socket))
-            connection.request("GET", "/v1/status")
+            connection.request("GET", path)
             reply = connection.getresponse()
             body = json.loads(reply.read())
         if reply.status != 200:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import mmap
 import os
 import socket
 import ssl
@@ -17,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgw.router.errors import Refusal
-from llmgw.router.form import fields, read_form
+from llmgw.router.form import MAX_PART_HEAD, fields, skim_form
 from llmgw.router.surface import CALLS, LOCAL, MULTIPART
 from llmgw.testing.scripted_engine import ScriptedEngine
-from tests.router_rig import KEY, Rig
+from tests.router_rig import KEY, Rig, finished, longest_step
 
 OK = b'{"ok":true}'
 
@@ -107,16 +108,78 @@ def test_forms_are_read_as_they_were_written(parts):
     body = form(*parts)
     if not parts:
         return
-    assert [(name, body[start:end]) for name, start, end in fields(body, b"xyz")] == parts
+    assert [(name, body[start:end]) for name, start, end in finished(fields(body, b"xyz"))] == parts
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_a_form_or_refused(data):
     """No bytes make the reader fail in another way than by refusing."""
     try:
-        read_form(b"--xyz\r\n" + data, b"multipart/form-data; boundary=xyz")
+        finished(skim_form(b"--xyz\r\n" + data, b"multipart/form-data; boundary=xyz"))
     except Refusal as refusal:
         assert refusal.status == 400
+
+
+def part_head(line):
+    """A form of one part with this line in its head, and nothing in it."""
+    return b"--xyz\r\n" + line + b"\r\n\r\nm\r\n--xyz--\r\n"
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        (b"Content-Disposition: form-data; name=model", b"model"),
+        (b'content-disposition:form-data;name="model"', b"model"),
+        (b'Content-Disposition: form-data; filename="a; name=\\"x\\"; .wav"; name="model"', b"model"),
+        (b'Content-Type: text/plain\r\nContent-Disposition: form-data;; x; name = "model" ; y=1', b"model"),
+        (b'X: content-disposition: form-data; name="model"', b""),
+        (b"Content-Disposition: form-data; name*=utf-8''model", b""),
+        (b'Content-Disposition: form-data; filename="model', b""),
+    ],
+)
+def test_which_field_a_part_is(line, name):
+    """As engines read it: by the parameter, not by what stands in another one's quotes."""
+    assert [found for found, _, _ in finished(fields(part_head(line), b"xyz"))] == [name]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'Content-Disposition: form-data; name="x"; name="model"',
+        b"Content-Disposition: form-data; name=x\r\nContent-Disposition: form-data; name=model",
+        b'Content-Disposition: form-data; name="model"; x="' + b"x" * MAX_PART_HEAD + b'"',
+    ],
+    ids=["name", "line", "length"],
+)
+def test_parts_that_two_readers_would_read_in_two_ways(line):
+    """They are refused, as are heads too long to be a part's."""
+    with pytest.raises(Refusal):
+        finished(fields(part_head(line), b"xyz"))
+
+
+LINE = b"content-disposition:form-data;"
+FORMS = {
+    "lines": [LINE * 130] * 900,
+    "parameters": [LINE + b";" * 4000] * 900,
+    "assignments": [LINE + b"a=b;" * 1000] * 900,
+    "blanks": [LINE + b" " * 4000] * 900,
+    "quotes": [LINE + b'a="' * 1300] * 900,
+    "heads": [(LINE + b"\r\n") * 120] * 900,
+    "short": [b""] * 990,
+    "file": [b'Content-Disposition: form-data; name="file"\r\n\r\n' + b"\r\n--xy" * 4_000_000],
+}
+
+
+@pytest.mark.parametrize("shape", FORMS)
+def test_each_step_of_a_form_is_short(shape):
+    """However its parts' heads are made; a pattern that tried each of their beginnings took seconds."""
+    data = b"".join(b"--xyz\r\n%b\r\n\r\n\r\n" % head for head in FORMS[shape]) + b"--xyz--\r\n"
+    raw = mmap.mmap(-1, len(data))
+    raw[:] = data
+    took = []
+    assert len(finished(fields(raw, b"xyz"), took.append)) == len(FORMS[shape])
+    assert sum(took) < 3
+    assert longest_step(lambda: fields(raw, b"xyz")) < 0.01
 
 
 TOOL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}

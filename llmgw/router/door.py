@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import msgspec
 
 from llmgw.router.account import Accounts
-from llmgw.router.body import Body, read_json
+from llmgw.router.body import Body, read_json, skim_json
 from llmgw.router.breaker import FAILURES, RetryBudget
 from llmgw.router.errors import OPENAI, Refusal
-from llmgw.router.form import read_form
+from llmgw.router.form import skim_form
 from llmgw.router.http import ServerConnection, Work
 from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
 from llmgw.router.prefixes import BLOCK, NO_HINT, Hint
@@ -148,10 +148,12 @@ class Door:
         except OSError as error:
             raise no_space(error) from None
         if call.model is MULTIPART:
-            return self._serve(connection, request, call, read_form(raw, _content_type(request)))
-        if isinstance(raw, bytes):
+            steps = skim_form(raw, _content_type(request))
+        elif isinstance(raw, bytes):
             return self._serve(connection, request, call, read_json(raw))
-        return Reading(connection, request, raw, lambda body: self._serve(connection, request, call, body))
+        else:
+            steps = skim_json(raw)
+        return Reading(connection, request, steps, lambda body: self._serve(connection, request, call, body))
 
     def _serve(self, connection: ServerConnection, request: Request, call: Call, body: Body) -> Exchange | None:
         caller: Caller | None = request.context

@@ -214,6 +214,8 @@ class ServerConnection(asyncio.Protocol):
             return
         name = name.lower()
         self._field_count += 1
+        if self._field_count > MAX_FIELDS:
+            return
         self._head_bytes += len(name) + len(value) + 4
         if name in OURS:
             if name in request.ours:

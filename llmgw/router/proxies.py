@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from ipaddress import ip_address, ip_network
 
+MOST = 64  # of the addresses that a client chooses freely
+
 
 class Proxies:
     """The trusted ones."""
@@ -33,7 +35,7 @@ class Proxies:
         if not forwarded or not self._networks or not self._trusted(peer):
             return peer
         client = peer
-        for entry in reversed(forwarded.decode("latin-1").split(",")):
+        for entry in reversed(forwarded.decode("latin-1").rsplit(",", MOST)[-MOST:]):
             client = entry.strip()[:64]
             if not self._trusted(client):
                 break

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, TypeVar
 
 from twisted.logger import Logger
 
-from llmgw.router.body import skim_json
 from llmgw.router.errors import Refusal
 from llmgw.router.request import internal_error
 
@@ -29,16 +27,20 @@ log = Logger()
 class Reading:
     """The work of a connection until its request's body is known (L{llmgw.router.http.Work}).
 
+    @ivar steps: what reads it (L{llmgw.router.body.skim_json}, L{llmgw.router.form.skim_form}).
     @ivar then: what serves the request when it is.
     """
 
     __slots__ = ("_connection", "_loop", "_over", "_request", "_steps", "_then")
 
     def __init__(
-        self, connection: ServerConnection, request: Request, raw: mmap.mmap, then: Callable[[Body], Work | None]
+        self,
+        connection: ServerConnection,
+        request: Request,
+        steps: Generator[None, None, Body],
+        then: Callable[[Body], Work | None],
     ) -> None:
-        self._connection, self._request, self._then = connection, request, then
-        self._steps = skim_json(raw)
+        self._connection, self._request, self._steps, self._then = connection, request, steps, then
         self._over = False
         self._loop = asyncio.get_running_loop()
         self._loop.call_soon(self._turn)

@@ -1,9 +1,11 @@
 """Finding the top-level members of a large JSON object without decoding it, a slice at a time.
 
 A decoder holds the interpreter until it is done: for 60 MB up to half a second, in which no stream of the worker moves, and a
-thread would change nothing. Here a turn is a few milliseconds long whatever the body is, since it looks at one slice. What is
-inside of a value is only skipped: brackets outside of strings are counted, by the slice, not one by one. Whether it is JSON
-otherwise is for the engine to say, which gets the bytes as they came.
+thread would change nothing. Here a step is about a millisecond long whatever the body is, since no more than a slice is looked
+at between two of them, be it one value or a thousand. What is inside of a value is only skipped, in C: a short one that is not
+nested deeply matches one pattern; of others, brackets outside of strings are counted by the slice. Every pattern is possessive,
+and none is tried at a second place after it has failed, or some bodies would take quadratic time. Whether it is JSON otherwise is
+for the engine to say, which gets the bytes as they came.
 
 A member that is looked for and stands twice is refused: the engine might believe the other one.
 """
@@ -12,38 +14,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Generator
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import msgspec
 
 from llmgw.router.errors import Refusal
 from llmgw.router.spool import Whole
 
-SLICE = 64 * 1024
+SLICE = 16 * 1024
 NEAR = 4096
+LEVELS = 5
 MAX_MEMBERS = 1000
 MAX_NAME = 256
+MEMBER = 128
+"""As how many bytes a member counts, however short it is."""
 
 Span = tuple[int, int]
 Steps = Generator[None, None, int]
 
+_QUOTED = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 _IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.S)
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.S)
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.S)
+_STRING = re.compile(_QUOTED, re.S)
+_WHOLE_STRINGS = re.compile(rb'[^"]*+(?:%b[^"]*+)*+' % _QUOTED, re.S)
+_TO_BRACKET = re.compile(rb'[^"{}\[\]]*+(?:%b[^"{}\[\]]*+)*+[{}\[\]]' % _QUOTED, re.S)
 _SCALAR = re.compile(rb"[-+.0-9a-zA-Z]++")
 _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"{}[]")
-_STEP = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
+_STEPS = bytes({ord("{"): 1, ord("["): 1, ord("}"): 255, ord("]"): 255}.get(byte, 0) for byte in range(256))
+"""For each bracket the byte that is, read as a signed number, what it does to the depth."""
+
+
+def _nested(levels: int) -> bytes:
+    """The pattern of a list or object with no more than so many levels within."""
+    inner = _QUOTED + (b"|" + _nested(levels - 1) if levels else b"")
+    return rb'[\[{][^"{}\[\]]*+(?:(?:%b)[^"{}\[\]]*+)*+[\]}]' % inner
+
+
+_SHALLOW = re.compile(_nested(LEVELS), re.S)
 
 
 def skim(data: Whole, wanted: Collection[str]) -> Generator[None, None, dict[str, Span]]:
-    """Where the values of these members stand. Yields after each slice; the spans are what it returns.
+    """Where the values of these members stand. Yields about once a slice; the spans are what it returns.
 
     @raise Refusal: 400; it is no JSON object as far as was looked, or a wanted member stands twice.
     """
     found: dict[str, Span] = {}
     at = _expect(data, 0, b"{")
-    for _ in range(MAX_MEMBERS):
+    rested = at
+    for number in range(MAX_MEMBERS):
+        if at + number * MEMBER - rested >= SLICE:
+            rested = at + number * MEMBER
+            yield
         at = _skip_space(data, at)
         if data[at : at + 1] == b"}" and not found:
             return found
@@ -124,34 +145,29 @@ def _value_end(data: Whole, at: int) -> Steps:
 
 def _container_end(data: Whole, at: int) -> Steps:
     """Where the object or list ends that begins at C{at}."""
-    near = _close(data[at : at + NEAR], 0)
-    if near:
-        return at + near
-    depth = 0
+    near = _end_of(_SHALLOW, data, at, NEAR)
+    if near > at:
+        return near
+    depth, size = 0, NEAR
     while at < len(data):
-        piece = data[at : at + SLICE]
-        rest = _STRING.sub(b"", piece)
-        outside, open_quote, inside = rest.partition(b'"')
-        steps = [_STEP[byte] for byte in outside.translate(None, _NO_BRACKET)]
-        if depth + min(accumulate(steps), default=1) <= 0 and (end := _close(piece, depth)):
-            return at + end
-        depth += sum(steps)
-        at += len(piece)
         yield
-        if open_quote:
+        piece = data[at : at + size]
+        size = min(2 * size, SLICE)
+        whole = _end_of(_WHOLE_STRINGS, piece, 0, len(piece))
+        outside = piece if whole == len(piece) else piece[:whole]
+        brackets = _STRING.sub(b"", outside).translate(None, _NO_BRACKET)
+        depths = list(accumulate(memoryview(brackets.translate(_STEPS)).cast("b"), initial=depth))
+        if min(depths[1:], default=1) <= 0:
+            return at + _after_bracket(outside, depths.index(0, 1))
+        depth = depths[-1]
+        at += len(piece)
+        if whole < len(piece):
             # A slice that ends in an escape: the next one has to see it whole.
-            at -= (len(inside) - len(inside.rstrip(b"\\"))) % 2
+            at -= (len(piece) - len(piece.rstrip(b"\\"))) % 2
             at = (yield from _string_end(data, at)) + 1
     raise _bad("a list or an object does not end")
 
 
-def _close(piece: bytes, depth: int) -> int:
-    """After which byte of the piece everything is closed that was open; 0 if it is not."""
-    for token in _TOKEN.finditer(piece):
-        byte = token[0]
-        if byte == b'"':
-            return 0
-        depth += _STEP.get(byte[0], 0)
-        if not depth:
-            return token.end()
-    return 0
+def _after_bracket(piece: bytes, count: int) -> int:
+    """Where this bracket of the piece ends, counted from 1, strings left out."""
+    return next(islice(_TO_BRACKET.finditer(piece), count - 1, None)).end()

@@ -25,6 +25,7 @@ OPENAI, RESPONSES, ANTHROPIC = "openai", "responses", "anthropic"
 MARKS = (b'"usage":{', b'"usage": {')
 BYTES_PER_TOKEN = 4
 TAIL = 65536
+LONGEST_USAGE = 4096
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _ASK = b'"stream_options":{"include_usage":true},'
@@ -138,7 +139,7 @@ def _of_tail(tail: bytes) -> Usage | None:
         return None
     start = tail.index(b"{", at)
     depth = 0
-    for match in re.compile(rb"[{}]").finditer(tail, start):
+    for match in re.compile(rb"[{}]").finditer(tail, start, start + LONGEST_USAGE):
         depth += 1 if match.group() == b"{" else -1
         if not depth:
             try:

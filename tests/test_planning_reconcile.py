@@ -138,7 +138,7 @@ def test_a_diagnosis_is_the_reason_and_its_advice_follows():
     """What an operator reads is the first cause and what to do."""
     why = Diagnosis("configuration", "vLLM could not fit its KV cache", "Lower `context` to 79360.")
     outcome = reconcile(world(shard(state=ShardState.LOADING), told={"a": told(report(state=ShardState.FAILED, diagnosis=why))}))
-    said = "vLLM could not fit its KV cache. Lower `context` to 79360. Attempt 2 of 5, next in 10 s."
+    said = "vLLM could not fit its KV cache. Lower `context` to 79360. Attempt 2 of 2, next in 10 s."
     assert only(outcome).reason == said
     assert outcome.events[-1].text == f"m/1/0 a: loading -> backoff: {said}"
     assert only(outcome).url == "" and outcome.wake == 10.0

@@ -157,7 +157,8 @@ class Checks:
         if IServedNames.providedBy(adapter):
             problems += IServedNames(adapter).name_problems(order.served)
         if problems:
-            raise CannotStart("invalid", "; ".join(map(str, problems)))
+            missing = all(problem.code == "weights_missing" for problem in problems)
+            raise CannotStart("weights_missing" if missing else "invalid", "; ".join(map(str, problems)))
 
     def _check_disk(self, state: Path) -> None:
         there = shutil.disk_usage(state)

@@ -56,11 +56,11 @@ def other_user(name: str | None) -> dict[str, Any] | None:
     try:
         found = pwd.getpwnam(name)
     except KeyError:
-        raise CannotStart("invalid", f"there is no user {name} on this node (agent.yaml, engines: user)") from None
+        raise CannotStart("user", f"there is no user {name} on this node (agent.yaml, engines: user)") from None
     if found.pw_uid == os.geteuid():
         return None
     if os.geteuid() != 0:
-        raise CannotStart("invalid", f"only an agent that runs as root can start engines as {name} (agent.yaml, engines: user)")
+        raise CannotStart("user", f"only an agent that runs as root can start engines as {name} (agent.yaml, engines: user)")
     groups = os.getgrouplist(name, found.pw_gid)
     return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": groups, "home": found.pw_dir, "name": name}
 
@@ -97,9 +97,7 @@ def write_launch(
     @raise CannotStart: another user could not read the secret files.
     """
     if user and launch.secrets:
-        raise CannotStart(
-            "invalid", f"engine {intent.installation} takes secrets in files, which user {user['name']} cannot read"
-        )
+        raise CannotStart("user", f"engine {intent.installation} takes secrets in files, which user {user['name']} cannot read")
     folder.create()
     folder.write_intent(intent)
     paths = write_secrets(folder.path, launch)

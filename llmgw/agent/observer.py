@@ -20,7 +20,8 @@ from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import ProcessId, Tree
 from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline, Stillness
 from llmgw.agent.shardfolder import AttemptFolder, Intent
-from llmgw.engines.failures import UNKNOWN, given_up
+from llmgw.engines.failures import given_up
+from llmgw.fleet.causes import UNKNOWN
 from llmgw.fleet.shard import ADDRESS_GONE, Diagnosis, EngineLoad, ShardExit, ShardState
 from llmgw.fleet.units import show_duration
 from llmgw.interfaces import IEngineAdapter, Phase

@@ -10,7 +10,7 @@ import time
 import click
 
 from llmgw.cli.client import Answer
-from llmgw.cli.render import ago, count, day, ranges, table
+from llmgw.cli.render import ago, count, day, instant, ranges, table
 from llmgw.cli.session import Session, json_option, pass_session
 from llmgw.fleet.line import escape
 from llmgw.fleet.units import show_duration
@@ -171,8 +171,18 @@ def _notes(node: Answer, now: float) -> list[str]:
     notes += [f"gpu {device.get('index')}: {device['problem']}" for device in node.get("devices") or () if device.get("problem")]
     notes += [f"{each['name']}: {each['problem']}" for each in node.get("installations") or () if each.get("problem")]
     notes += [f"{each['weights']} {each['text']}" for each in node.get("fetches") or () if each.get("state") == "failed"]
+    notes += [_quarantine(node, now)]
     notes += [str(note) for note in node.get("notes") or ()]
     return [note for note in (*notes, _expiry(node, now)) if note]
+
+
+def _quarantine(node: Answer, now: float) -> str:
+    """Until when nothing goes to it, what for, and how that ends sooner."""
+    found = node.get("quarantine")
+    if not found:
+        return ""
+    left = show_duration(max(0.0, found["until"] - now))
+    return f"nothing new for {left}, until {instant(found['until'])}: {found['text']}; end it: llmgw node reset {node['name']}"
 
 
 def _closed_by_somebody(device: Answer) -> bool:

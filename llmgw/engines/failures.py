@@ -13,16 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from attrs import frozen
 
+from llmgw.fleet.causes import CLEAN, CONFIGURATION, NODE, RETRY, UNKNOWN
 from llmgw.fleet.shard import DISK_FULL, Diagnosis, ShardExit
-
-CONFIGURATION, RETRY, CLEAN, NODE, SOURCE, UNKNOWN = (
-    "configuration",
-    "retry",
-    "clean_and_retry",
-    "node",
-    "source",
-    "unknown",
-)
 
 
 @frozen

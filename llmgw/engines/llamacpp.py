@@ -14,7 +14,7 @@ from twisted.plugin import IPlugin
 from zope.interface import implementer
 
 from llmgw.engines import failures, metrics
-from llmgw.engines.failures import CONFIGURATION, NODE, RETRY, SOURCE, failure
+from llmgw.engines.failures import failure
 from llmgw.engines.launch import (
     commas,
     environment_problems,
@@ -31,6 +31,7 @@ from llmgw.engines.launch import (
 from llmgw.engines.llamacpp_memory import OVERHEAD, context_size, device_count, estimate, slots
 from llmgw.engines.memory import shape
 from llmgw.errors import Problem
+from llmgw.fleet.causes import CONFIGURATION, NODE, RETRY, SOURCE
 from llmgw.fleet.estimate import Estimate
 from llmgw.fleet.model import Profile
 from llmgw.fleet.node import Installation, NodeFacts

@@ -6,8 +6,9 @@ but for C{SIGQUIT received} in the output, which is a consequence, so it stands 
 
 from __future__ import annotations
 
-from llmgw.engines.failures import CONFIGURATION, PORT_TAKEN, RETRY, UNKNOWN, Failure, failure
+from llmgw.engines.failures import PORT_TAKEN, Failure, failure
 from llmgw.engines.torch_failures import ANY_TORCH, RANK_LOST, raised
+from llmgw.fleet.causes import CONFIGURATION, RETRY, UNKNOWN
 
 FAILURES: tuple[Failure, ...] = (
     failure(

@@ -5,7 +5,8 @@ Texts are those of PyTorch, NCCL, Transformers, huggingface_hub, FlashInfer and 
 
 from __future__ import annotations
 
-from llmgw.engines.failures import CLEAN, CONFIGURATION, NODE, RETRY, SOURCE, Failure, failure
+from llmgw.engines.failures import Failure, failure
+from llmgw.fleet.causes import CLEAN, CONFIGURATION, NODE, RETRY, SOURCE
 
 ANY_TORCH: tuple[Failure, ...] = (
     failure(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from llmgw.engines.failures import CLEAN, CONFIGURATION, PORT_TAKEN, RETRY, Failure, failure
+from llmgw.engines.failures import PORT_TAKEN, Failure, failure
 from llmgw.engines.torch_failures import ANY_TORCH, raised
+from llmgw.fleet.causes import CLEAN, CONFIGURATION, RETRY
 
 FAILURES: tuple[Failure, ...] = (
     failure(

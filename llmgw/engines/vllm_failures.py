@@ -6,8 +6,9 @@ initialization failed}, C{EngineDeadError}) is not here, so that it never hides 
 
 from __future__ import annotations
 
-from llmgw.engines.failures import CLEAN, CONFIGURATION, NODE, RETRY, Failure, failure
+from llmgw.engines.failures import Failure, failure
 from llmgw.engines.torch_failures import ANY_TORCH, RANK_LOST, raised
+from llmgw.fleet.causes import CLEAN, CONFIGURATION, NODE, RETRY
 
 _FRACTION = "Lower `context` or `max-num-seqs`, use more devices, or claim more with `resources.device_memory`."
 _NEEDS_CACHE = (

@@ -35,6 +35,15 @@ class DeviceCordon:
 
 
 @frozen
+class NodeFailure:
+    """A failure on a node that may be its own: of which model, when and why."""
+
+    model: str
+    at: float
+    reason: str
+
+
+@frozen
 class NodeRecord:
     """The leader's knowledge of a node. C{facts} is None for a node that has never been accepted.
 
@@ -44,6 +53,7 @@ class NodeRecord:
     @ivar outage: the drain may leave a model without any replica.
     @ivar force: the drain waits for no successor.
     @ivar quarantined_until: nothing is placed there before; None when not quarantined.
+    @ivar failures: what failed there lately of what has not served there since, the newest last: what a quarantine is for.
     @ivar certificate_expires: not_after of the certificate last shown.
     @ivar device_cordons: the devices that take nothing new, by UUID.
     @ivar last_report: when the node was last heard; written now and then only.
@@ -62,6 +72,7 @@ class NodeRecord:
     outage: bool = False
     force: bool = False
     quarantined_until: float | None = None
+    failures: tuple[NodeFailure, ...] = ()
     certificate_expires: float | None = None
     last_report: float | None = None
     device_cordons: Mapping[str, DeviceCordon] = field(factory=dict)
@@ -76,7 +87,8 @@ class ShardRecord:
     @ivar operation: the id of the order in force: the same effect is asked for under the same id for ever.
     @ivar served: the names its engine was started to answer to.
     @ivar crashes: when it crashed, the newest last, no older than the crash window.
-    @ivar first_reason: why the first of these crashes happened, C{last_reason} the last.
+    @ivar node_failures: the same of failures that are its node's and so count for no budget.
+    @ivar first_reason: why the first of these happened, C{last_reason} the last; C{cause} the last one's class (L{causes}).
     @ivar next_at: when a shard in backoff is tried again.
     @ivar placed_revision: the state revision of its placement; an older report says nothing about it.
     @ivar excluded: nodes it must not be placed on, each with the instant until which.
@@ -109,6 +121,8 @@ class ShardRecord:
     allocation: Allocation | None = None
     served: tuple[str, ...] = ()
     crashes: tuple[float, ...] = ()
+    node_failures: tuple[float, ...] = ()
+    cause: str = ""
     first_reason: str = ""
     last_reason: str = ""
     next_at: float | None = None
@@ -126,6 +140,11 @@ class ShardRecord:
     drain: float | None = None
     fault: str = ""
     loras: tuple[ShardLora, ...] | None = None
+
+    @property
+    def failed_at(self) -> float:
+        """When it failed last; 0 if it has not lately."""
+        return max((*self.crashes, *self.node_failures), default=0.0)
 
 
 class RolloutState(StrEnum):

@@ -14,7 +14,7 @@ from llmgw.fleet.shard import ShardReport, ShardState, replica_of
 from llmgw.fleet.units import show_duration
 from llmgw.planning.checks import Want
 from llmgw.planning.hints import freed
-from llmgw.planning.lifecycle import in_quarantine
+from llmgw.planning.lifecycle import failed_there, in_quarantine
 from llmgw.planning.peaks import peak_of
 from llmgw.planning.placement import Ledger, claim_of
 from llmgw.planning.room import Candidate, Claim
@@ -133,6 +133,8 @@ def _candidate(world: World, node: NodeRecord, claims: list[Claim], closed: Mapp
         note = show_duration(max(0.0, world.now - node.since))
     elif node.cordoned or node.draining:
         note = node.reason if node.draining else ""
+    elif node.quarantined_until is not None and in_quarantine(node, world.now):
+        note = f"for {show_duration(node.quarantined_until - world.now)}: {failed_there(node)}"
     weights = {name: files for (where, name), files in world.weights.items() if where == node.name}
     return Candidate(
         node.name,

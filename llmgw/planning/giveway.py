@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from llmgw.fleet.model import Model
 from llmgw.fleet.shard import ShardState, Wanted
 from llmgw.fleet.units import show_duration
-from llmgw.planning.checks import SEARCHING, Want
+from llmgw.planning.checks import Want
 from llmgw.planning.fleetroom import leaving, ledger
 from llmgw.planning.placement import Placement
 from llmgw.planning.replicas import Replica, given_up, group, wanted
@@ -31,7 +31,7 @@ def give_way(work: Work, name: str) -> None:
     draft, pending, model = work.draft, work.pending[name], work.draft.catalog.get(name)
     if model is None or not _lacks(draft, model):
         return
-    if any(verdict.checks[0].text == SEARCHING for verdict in pending.explanation.verdicts):
+    if pending.searching:
         return
     soon = _soon_free(draft)
     if soon and _fits(draft, pending.want, soon):

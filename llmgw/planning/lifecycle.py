@@ -9,12 +9,10 @@ C{lost_after} later is the node lost and are its replicas made anew elsewhere, a
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from attrs import evolve, frozen
 
 from llmgw.fleet.node import NodeEvent, NodeState, next_node_state
-from llmgw.fleet.records import NodeRecord, ShardRecord
+from llmgw.fleet.records import NodeFailure, NodeRecord
 from llmgw.fleet.shard import ShardState
 from llmgw.fleet.units import show_duration
 from llmgw.planning.world import Draft, World
@@ -25,6 +23,7 @@ HELD_AGAIN = 2.0
 QUARANTINE_MODELS = 3
 QUARANTINE_FIRST, QUARANTINE_MOST = 10.0, 3600.0
 QUARANTINE_LOOKS_BACK = 600.0
+BLAMES, BLAME_LENGTH = 32, 120
 _KNOWN = (NodeState.READY, NodeState.UNREACHABLE)
 
 
@@ -92,39 +91,48 @@ def next_step(draft: Draft) -> float | None:
     return min(waits, default=None)
 
 
+def blame(draft: Draft, node: str, model: str, reason: str) -> None:
+    """Note that an attempt of C{model} failed on a node for what may be the node's own."""
+    record = draft.nodes.get(node)
+    if record is not None:
+        failure = NodeFailure(model, draft.world.now, reason[:BLAME_LENGTH])
+        draft.nodes[node] = evolve(record, failures=(*record.failures, failure)[-BLAMES:])
+
+
 def follow_quarantine(draft: Draft) -> None:
     """A node on which several different models fail, and none serves, is sick itself: nothing goes there for a while.
 
-    The while doubles with each failure. What failed is read from the shards' records, so a restart of the server forgets nothing.
+    The while doubles with each failure. What failed is in the node's record, so a restart of the server forgets nothing, nor does
+    it go with a replica that has moved on. Who serves there clears the node of its failures.
     """
-    failing: dict[str, list[ShardRecord]] = defaultdict(list)
-    serving = set()
-    for record in draft.shards.values():
-        if record.allocation is None:
-            continue
-        if record.state is ShardState.READY:
-            serving.add(record.allocation.node)
-        elif record.crashes and not record.fault and record.state in (ShardState.BACKOFF, ShardState.FAILED):
-            failing[record.allocation.node].append(record)
-    for name, records in failing.items():
-        node = draft.nodes.get(name)
-        if node is not None and name not in serving and len({record.model for record in records}) >= QUARANTINE_MODELS:
-            _quarantine(draft, node, records)
+    serving = {(r.allocation.node, r.model) for r in draft.shards.values() if r.allocation and r.state is ShardState.READY}
+    busy = {node for node, _ in serving}
+    for node in [node for node in draft.nodes.values() if node.failures]:
+        now = draft.world.now
+        kept = [one for one in node.failures if (node.name, one.model) not in serving]
+        recent = [one for one in kept if now - one.at <= QUARANTINE_LOOKS_BACK]
+        kept = kept if in_quarantine(node, now) else recent
+        if len(kept) != len(node.failures):
+            node = draft.nodes[node.name] = evolve(node, failures=tuple(kept))
+        if node.name not in busy and len({one.model for one in recent}) >= QUARANTINE_MODELS:
+            _quarantine(draft, node, recent)
 
 
-def _quarantine(draft: Draft, node: NodeRecord, records: list[ShardRecord]) -> None:
+def _quarantine(draft: Draft, node: NodeRecord, recent: list[NodeFailure]) -> None:
     now = draft.world.now
-    recent = [at for record in records for at in record.crashes if now - at <= QUARANTINE_LOOKS_BACK]
-    if not recent:
-        return
     lasts = min(QUARANTINE_MOST, QUARANTINE_FIRST * 2.0 ** max(0, len(recent) - QUARANTINE_MODELS))
-    until = min(max(recent), now) + lasts
+    until = min(recent[-1].at, now) + lasts
     if until <= now or until <= (node.quarantined_until or 0.0):
         return
-    models = ", ".join(sorted({record.model for record in records}))
-    draft.nodes[node.name] = evolve(node, quarantined_until=until)
-    text = f"{node.name}: quarantined for {show_duration(lasts)}: {models} failed there and nothing serves"
-    draft.say("quarantined", node.name, text, node.name)
+    node = draft.nodes[node.name] = evolve(node, quarantined_until=until)
+    draft.say("quarantined", node.name, f"{node.name}: quarantined for {show_duration(lasts)}: {failed_there(node)}", node.name)
+
+
+def failed_there(node: NodeRecord) -> str:
+    """What a node is in quarantine for: the models by name, each with why it failed there last."""
+    last = {one.model: one.reason for one in node.failures}
+    reasons = "; ".join(f"{model}: {reason}" for model, reason in sorted(last.items()))
+    return f"{', '.join(sorted(last))} failed there and nothing serves ({reasons})" if last else ""
 
 
 def in_quarantine(node: NodeRecord, now: float) -> bool:

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 
 from attrs import evolve
 
+from llmgw.fleet.causes import CONFIGURATION, NODE, SUSPECT, UNKNOWN, cause_of
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ADDRESS_GONE, DISK_FULL, NODE_RESTARTED, ShardReport, ShardState, Wanted, replica_of, shard_id
+from llmgw.fleet.timing import Timing
 from llmgw.fleet.units import show_duration
+from llmgw.planning.lifecycle import blame
 from llmgw.planning.loras import heard
 from llmgw.planning.orders import attempt_id
-from llmgw.planning.world import Draft, Told
+from llmgw.planning.world import Draft, Told, World
 
 _ENDED = (ShardState.STOPPED, ShardState.FAILED, ShardState.BACKOFF)
 _RESTING = (ShardState.BACKOFF, ShardState.FAILED)
@@ -45,9 +48,10 @@ def observe(draft: Draft, record: ShardRecord) -> None:
         declined = draft.world.declined.get(record.shard)
         known = declined is not None and declined.attempt == record.attempt and record.wanted is Wanted.RUN
         if report.state is ShardState.FAILED and known and declined and record.state not in _RESTING:
-            _decline(draft, record, _fault(draft, record, report) or declined.code, _reason(report) or declined.text)
+            code = _fault(draft, record, report) or declined.code
+            _decline(draft, record, code, _reason(report) or declined.text, _cause(report))
         elif report.state in _ENDED:
-            _ended(draft, record, report.state, _reason(report), _fault(draft, record, report))
+            _ended(draft, record, report.state, _reason(report), _fault(draft, record, report), _cause(report))
         else:
             _alive(draft, record, report)
 
@@ -98,7 +102,7 @@ def _older(draft: Draft, record: ShardRecord, report: ShardReport, told: Told) -
         _decline(draft, record, declined.code, declined.text)
 
 
-def _decline(draft: Draft, record: ShardRecord, code: str, text: str) -> None:
+def _decline(draft: Draft, record: ShardRecord, code: str, text: str, cause: str = "") -> None:
     """A port that somebody else has and a full disk are nobody's crash: the next attempt gets another one, or waits for room."""
     if code == "port_in_use":
         record = evolve(record, next_at=draft.world.now + _PORT_PAUSE)
@@ -106,7 +110,7 @@ def _decline(draft: Draft, record: ShardRecord, code: str, text: str) -> None:
     elif code in (DISK_FULL, NODE_RESTARTED):
         _taken_down(draft, record, text, code)
     else:
-        _crashed(draft, record, text or code)
+        _crashed(draft, record, text or code, cause or cause_of(code))
 
 
 def addresses(record: ShardRecord, nodes: Mapping[str, NodeRecord]) -> tuple[str, str]:
@@ -115,6 +119,10 @@ def addresses(record: ShardRecord, nodes: Mapping[str, NodeRecord]) -> tuple[str
     node, old = nodes.get(record.allocation.node), record.allocation.address
     new = (node.facts.address if node and node.facts else "") or old
     return old or new, new
+
+
+def _cause(report: ShardReport) -> str:
+    return report.diagnosis.cause if report.diagnosis else ""
 
 
 def _reason(report: ShardReport) -> str:
@@ -177,7 +185,7 @@ def _fault(draft: Draft, record: ShardRecord, report: ShardReport) -> str:
     return NODE_RESTARTED if restarted or None in told else ""
 
 
-def _ended(draft: Draft, record: ShardRecord, state: ShardState, reason: str, fault: str = "") -> None:
+def _ended(draft: Draft, record: ShardRecord, state: ShardState, reason: str, fault: str = "", cause: str = "") -> None:
     if record.wanted is Wanted.RUN:
         if record.state in _RESTING:
             return
@@ -187,7 +195,7 @@ def _ended(draft: Draft, record: ShardRecord, state: ShardState, reason: str, fa
         elif fault:
             _taken_down(draft, record, reason, fault)
         else:
-            _crashed(draft, record, reason or "it ended; exit status unknown")
+            _crashed(draft, record, reason or "it ended; exit status unknown", cause or UNKNOWN)
     elif record.next_at is not None:
         draft.move(evolve(record, wanted=Wanted.RUN, url="", key=""), ShardState.BACKOFF, record.reason)
     else:
@@ -202,19 +210,51 @@ def _taken_down(draft: Draft, record: ShardRecord, reason: str, fault: str) -> N
     draft.move(record, ShardState.BACKOFF, f"{reason.rstrip('. ')}. This is no failure of its own; {again}.")
 
 
-def _crashed(draft: Draft, record: ShardRecord, reason: str) -> None:
-    world = draft.world
-    timing = world.timing
-    # A clock that was set back must not make old crashes new for ever.
-    recent = tuple(at for at in record.crashes if -timing.crash_window < world.now - at <= timing.crash_window)
-    crashes = (*recent, world.now)
-    reason = reason.rstrip(". ")
-    first = record.first_reason if recent else reason
-    record = evolve(record, crashes=crashes, first_reason=first, last_reason=reason, url="", key="", fault="")
-    if len(crashes) >= timing.crash_budget:
-        said = f"{reason}. {len(crashes)} failures in {show_duration(timing.crash_window)}: not tried again before the profile"
-        draft.move(evolve(record, next_at=None), ShardState.FAILED, f"{said} changes or `llmgw restart {record.model}`")
-        return
-    delay = min(timing.backoff * 2 ** (len(crashes) - 1), timing.backoff_max) * world.jitter()
-    again = f"Attempt {len(crashes) + 1} of {timing.crash_budget}, next in {show_duration(delay)}."
-    draft.move(evolve(record, next_at=world.now + delay), ShardState.BACKOFF, f"{reason}. {again}")
+def _crashed(draft: Draft, record: ShardRecord, reason: str, cause: str) -> None:
+    """An attempt has failed by itself: count it where it counts, and say when it is tried again, or that it is not.
+
+    What is the profile's is tried once more, and no more: a profile stays as wrong as it is. What has served was right, though.
+    """
+    world, timing, reason = draft.world, draft.world.timing, reason.rstrip(". ")
+    crashes, node_failures = _recent(world, record.crashes), _recent(world, record.node_failures)
+    first = record.first_reason if crashes or node_failures else reason
+    hopeless = cause == CONFIGURATION == record.cause and bool(crashes) and not record.served_since
+    if cause == NODE:
+        node_failures = (*node_failures, world.now)
+    else:
+        crashes = (*crashes, world.now)
+    record = evolve(
+        record,
+        crashes=crashes,
+        node_failures=node_failures,
+        cause=cause,
+        first_reason=first,
+        last_reason=reason,
+        url="",
+        key="",
+        fault="",
+    )
+    if cause in SUSPECT and record.allocation:
+        blame(draft, record.allocation.node, record.model, reason)
+    again = f"not tried again before the profile changes or `llmgw restart {record.model}`"
+    if hopeless or len(crashes) >= timing.crash_budget:
+        said = (
+            "Twice it was the profile's fault" if hopeless else f"{len(crashes)} failures in {show_duration(timing.crash_window)}"
+        )
+        draft.move(evolve(record, next_at=None), ShardState.FAILED, f"{reason}. {said}: {again}")
+    else:
+        delay = min(timing.backoff * 2 ** (len(crashes) + len(node_failures) - 1), timing.backoff_max) * world.jitter()
+        draft.move(evolve(record, next_at=world.now + delay), ShardState.BACKOFF, f"{reason}. {_next(record, timing, delay)}")
+
+
+def _recent(world: World, failures: tuple[float, ...]) -> tuple[float, ...]:
+    """Those that count. A clock that was set back must not make old ones new for ever."""
+    window = world.timing.crash_window
+    return tuple(at for at in failures if -window < world.now - at <= window)
+
+
+def _next(record: ShardRecord, timing: Timing, delay: float) -> str:
+    if record.cause == NODE:
+        return f"That is its node's: it goes to another one where it fits, else the next attempt is in {show_duration(delay)}."
+    budget = 2 if record.cause == CONFIGURATION and not record.served_since else timing.crash_budget
+    return f"Attempt {len(record.crashes) + 1} of {max(budget, len(record.crashes) + 1)}, next in {show_duration(delay)}."

@@ -17,6 +17,7 @@ from llmgw.planning.adopt import Orphan, adopt_matching, orphans
 from llmgw.planning.devices import follow_devices
 from llmgw.planning.explanation import Explanation
 from llmgw.planning.fleetroom import ledger
+from llmgw.planning.gangs import follow_gangs
 from llmgw.planning.giveway import give_way
 from llmgw.planning.hints import smaller_context, with_hints
 from llmgw.planning.lifecycle import Holding, follow_nodes, follow_quarantine, next_step
@@ -25,7 +26,7 @@ from llmgw.planning.orders import drain_limit
 from llmgw.planning.peaks import follow_peaks
 from llmgw.planning.profiles import follow_rollouts
 from llmgw.planning.replicas import group, turns
-from llmgw.planning.rollout import Pending, Work, follow_gangs, follow_model
+from llmgw.planning.rollout import Pending, Work, follow_model
 from llmgw.planning.sleep import follow_sleepers
 from llmgw.planning.world import Draft, World
 
@@ -36,6 +37,7 @@ class Outcome:
 
     @ivar nodes: all nodes, C{shards} all shards as they should be; compare with the world's to see what changed.
     @ivar pending: by model, a replica that could not be placed and why.
+    @ivar sought: by model, one that fails where it is and would be tried elsewhere, if there were room and weights.
     @ivar notes: by model, a sentence on a change that waits or cannot go on.
     @ivar rollouts: by model, how far its change is.
     @ivar wake: in how many seconds something is due by itself, None if nothing is.
@@ -54,6 +56,7 @@ class Outcome:
     wake: float | None = None
     broken: tuple[tuple[str, Exception], ...] = ()
     gave: Mapping[str, int] = field(factory=dict)
+    sought: Mapping[str, Pending] = field(factory=dict)
 
 
 def reconcile(world: World) -> Outcome:
@@ -95,6 +98,7 @@ def reconcile(world: World) -> Outcome:
         _wake(draft, work.again),
         tuple(broken),
         work.gave,
+        work.sought,
     )
 
 

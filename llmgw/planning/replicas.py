@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from attrs import frozen
 
+from llmgw.fleet.causes import NODE
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
@@ -83,6 +84,19 @@ class Replica:
     def crashes(self) -> tuple[float, ...]:
         """When it crashed; ranks that fell together count once."""
         return max((shard.crashes for shard in self.shards), key=len)
+
+    @property
+    def last_failed(self) -> tuple[ShardRecord, str]:
+        """The shard that failed last, of those that fell together the one whose node is to blame; and the class of the cause,
+        empty where that is not what the replica rests for."""
+        last = max(self.shards, key=lambda shard: (shard.failed_at, shard.cause == NODE))
+        return last, last.cause if last.failed_at >= last.since else ""
+
+    @property
+    def failures_here(self) -> int:
+        """How often it has failed lately where it is; what another one has handed on to it happened elsewhere."""
+        attempt = max(shard.attempt for shard in self.shards)
+        return min(attempt, max(len(shard.crashes) + len(shard.node_failures) for shard in self.shards))
 
 
 def group(shards: Iterable[ShardRecord]) -> dict[str, list[Replica]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from attrs import evolve, field, frozen
 
+from llmgw.fleet.causes import NODE, moves_after
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import ShardRecord
@@ -24,12 +25,13 @@ from llmgw.planning.loras import equip, remark, why_anew
 from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.profiles import tried_again
-from llmgw.planning.replicas import Replica, given_up, group, surplus, wanted, worst_first
+from llmgw.planning.replicas import Replica, given_up, surplus, wanted, worst_first
 from llmgw.planning.sleep import can_sleep, lull, wake
 from llmgw.planning.world import Draft
 
-MOVE_AFTER = 3
 EXCLUDE_FOR = 300.0
+# So long a retry waits for a node's word on the weights that it would need to be tried there.
+SEARCH_FOR = 10.0
 
 
 @frozen
@@ -39,11 +41,17 @@ class Pending:
     want: Want
     explanation: Explanation
 
+    @property
+    def searching(self) -> bool:
+        """Whether some node has not said yet whether it has the weights."""
+        return any(verdict.checks[0].text == SEARCHING for verdict in self.explanation.verdicts)
+
 
 @frozen
 class Work:
     """What a plan gathers while it goes from model to model. C{room} is made when first needed: most plans place nothing.
 
+    @ivar sought: by model, a failing replica that would rather be elsewhere, so that weights are looked for there.
     @ivar turns: the replicas whose ordered restart has its turn.
     @ivar gave: by model, how many of its replicas have to make room for others.
     @ivar again: in how many seconds something may be possible that is not now.
@@ -51,6 +59,7 @@ class Work:
 
     draft: Draft
     pending: dict[str, Pending] = field(factory=dict)
+    sought: dict[str, Pending] = field(factory=dict)
     gave: dict[str, int] = field(factory=dict)
     again: list[float] = field(factory=list)
     notes: dict[str, str] = field(factory=dict)
@@ -172,6 +181,8 @@ def _why_old(work: Work, model: Model, replica: Replica) -> str:
         return f"its profile changed ({replica.generation} -> {model.generation})"
     if not (rollout and rollout.held) and (reason := why_anew(draft, model, replica)):
         return reason
+    if replica.state is ShardState.FAILED and replica.shards[0].profile not in (None, model.profile):
+        return "its profile changed"
     draining = [name for name in replica.nodes if draft.nodes[name].draining]
     if draining:
         return f"{draining[0]} is drained"
@@ -243,7 +254,7 @@ def _make_room(work: Work, model: Model, victim: Victim, alone: bool, missing: b
     pending = work.pending.get(model.name)
     if pending is None:
         pending = Pending(want(draft, model, draft.number(model.name) + 1), Explanation(model.name, 0, ()))
-    if any(verdict.checks[0].text == SEARCHING for verdict in pending.explanation.verdicts):
+    if pending.searching:
         return
     soon = leaving(draft)
     patient = missing or not _in_place(model, victim)
@@ -287,7 +298,7 @@ def _leave_for_outage(draft: Draft, model: Model, victim: Victim) -> str:
 
 
 def _retry(work: Work, model: Model, good: list[Replica]) -> None:
-    """Start again what failed and is due; after some failures on one node rather on another."""
+    """Start again what failed and is due; after some failures on one node rather on another, and at once if it was the node's."""
     draft = work.draft
     cap = draft.world.timing.backoff_max * 2
     for replica in list(good):
@@ -295,20 +306,23 @@ def _retry(work: Work, model: Model, good: list[Replica]) -> None:
             continue
         due = max(shard.next_at or 0.0 for shard in replica.shards)
         # A clock that was set back must not make it wait for hours.
-        if due > draft.world.now and due - draft.world.now <= cap:
+        waits = 0 < due - draft.world.now <= cap
+        failed, cause = replica.last_failed
+        if waits and cause != NODE:
             continue
-        often = replica.crashes and len(replica.crashes) % MOVE_AFTER == 0
+        often = replica.failures_here >= moves_after(cause)
         barred = any(in_quarantine(draft.nodes[name], draft.world.now) for name in replica.nodes)
-        if closed := closed_device(draft, replica.shards):
+        if not waits and (closed := closed_device(draft, replica.shards)):
             # What was refused is left to be explained: there is nothing else to do for it.
             if not _move(work, model, replica, {}, f"{closed}; moved", keep=True):
                 work.notes[model.name] = f"{replica.id} is not started again where it was: {closed}"
             continue
-        until = dict.fromkeys(replica.nodes, draft.world.now + EXCLUDE_FOR)
+        sick = [failed.allocation.node] if cause == NODE and failed.allocation else replica.nodes
         full = any(shard.fault == DISK_FULL for shard in replica.shards)
-        failed = "there was no room on a disk of" if full else f"it failed {len(replica.crashes)} times on"
-        why = f"{failed} {', '.join(replica.nodes)}; moved"
-        if (often or barred or full) and _move(work, model, replica, until, why):
+        why = f"it failed on {', '.join(sick)} ({failed.last_reason}); moved"
+        if (often or barred or full) and _move(work, model, replica, dict.fromkeys(sick, draft.world.now + EXCLUDE_FOR), why):
+            continue
+        if waits or (model.name in work.sought and work.sought[model.name].searching and 0 <= draft.world.now - due < SEARCH_FOR):
             continue
         _again(work, model, replica)
 
@@ -319,8 +333,9 @@ def _move(work: Work, model: Model, replica: Replica, excluded: Mapping[str, flo
     if start(work, model, replica, excluded):
         leave(work.draft, replica, why)
         return True
+    work.sought[model.name] = work.pending[model.name]
     if before is None and not keep:
-        work.pending.pop(model.name, None)
+        del work.pending[model.name]
     return False
 
 
@@ -331,7 +346,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
         node = draft.nodes[name]
         if name not in draft.world.told or node.state is not NodeState.READY or in_quarantine(node, draft.world.now):
             return
-    attempt = max(shard.attempt for shard in replica.shards) + 1
+    attempt, cause = max(shard.attempt for shard in replica.shards) + 1, replica.last_failed[1]
     ports = []
     for shard in replica.shards:
         assert shard.allocation is not None
@@ -352,6 +367,7 @@ def _again(work: Work, model: Model, replica: Replica) -> None:
             loras=None,
             crashes=replica.crashes,
             fault="",
+            cause=cause or shard.cause,
             profile=model.profile if shard.generation == model.generation else shard.profile,
             served=(model.name, *model.aliases),
             allocation=evolve(allocation, ports=own, head_port=head_port),
@@ -366,8 +382,9 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
     draft = work.draft
     husk = shard_id(replica_id(model.name, draft.number(model.name)), 0)
     number = draft.number(model.name) + 1
-    reasons = dict.fromkeys(excluded or {}, "it failed there repeatedly")
-    wanted_room = want(draft, model, number, reasons)
+    failed = instead.last_failed[0] if instead else ShardRecord("", model.name, 0)
+    excluded = {node: until for node, until in failed.excluded.items() if until > draft.world.now} | dict(excluded or {})
+    wanted_room = want(draft, model, number, dict.fromkeys(excluded, "it failed there"))
     result = work.room.place(wanted_room)
     if isinstance(result, Explanation):
         work.pending[model.name] = Pending(wanted_room, result)
@@ -393,34 +410,15 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
                 allocation=allocation,
                 served=(model.name, *model.aliases),
                 crashes=instead.crashes if instead else (),
-                first_reason=instead.shards[0].first_reason if instead else "",
-                last_reason=instead.shards[0].last_reason if instead else "",
+                node_failures=failed.node_failures,
+                cause=failed.cause,
+                first_reason=failed.first_reason,
+                last_reason=failed.last_reason,
                 placed_revision=draft.world.revision,
                 operation=attempt_id(shard, 1, draft.world.epoch, draft.world.revision),
-                excluded=excluded or {},
+                excluded=excluded,
                 drain=model.drain,
             )
         )
         draft.say("placed", shard, f"{shard}: placed on {allocation.node}{devices}", allocation.node, after="placed")
     return True
-
-
-def follow_gangs(draft: Draft) -> None:
-    """Where one shard of a replica has ended, the others are stopped, too: they can only start again together."""
-    ganged = {(record.model, record.number) for record in draft.shards.values() if record.rank}
-    members = [record for record in draft.shards.values() if (record.model, record.number) in ganged]
-    for replicas in group(members).values():
-        for replica in replicas:
-            if not replica.leaving:
-                _follow_gang(draft, replica)
-
-
-def _follow_gang(draft: Draft, replica: Replica) -> None:
-    resting = [shard for shard in replica.shards if shard.state in (ShardState.BACKOFF, ShardState.FAILED)]
-    if not resting:
-        return
-    due = max((shard.next_at or 0.0 for shard in resting), default=0.0)
-    for shard in replica.shards:
-        if shard not in resting and shard.wanted is Wanted.RUN:
-            reason = f"{resting[0].shard} ended, and they run together"
-            draft.move(evolve(shard, wanted=Wanted.STOP, next_at=due or draft.world.now), ShardState.STOPPING, reason)

@@ -21,14 +21,19 @@ def moved(
 ) -> list[NodeRecord | ShardRecord | RolloutRecord]:
     """The records as a clock C{by} seconds ahead would have written them, so that what is timed takes as long as before."""
     return [
-        *(_node(node, by) for node in nodes.values() if node.drain_deadline or node.quarantined_until),
+        *(_node(node, by) for node in nodes.values() if node.drain_deadline or node.quarantined_until or node.failures),
         *(_shard(shard, by) for shard in shards.values() if shard.allocation is not None),
         *(evolve(rollout, since=rollout.since + by) for rollout in rollouts.values()),
     ]
 
 
 def _node(node: NodeRecord, by: float) -> NodeRecord:
-    return evolve(node, drain_deadline=_at(node.drain_deadline, by), quarantined_until=_at(node.quarantined_until, by))
+    return evolve(
+        node,
+        drain_deadline=_at(node.drain_deadline, by),
+        quarantined_until=_at(node.quarantined_until, by),
+        failures=tuple(evolve(failure, at=failure.at + by) for failure in node.failures),
+    )
 
 
 def _shard(shard: ShardRecord, by: float) -> ShardRecord:
@@ -38,6 +43,7 @@ def _shard(shard: ShardRecord, by: float) -> ShardRecord:
         served_since=_at(shard.served_since, by) or 0.0,
         next_at=_at(shard.next_at, by),
         crashes=tuple(at + by for at in shard.crashes),
+        node_failures=tuple(at + by for at in shard.node_failures),
         excluded={node: until + by for node, until in shard.excluded.items()},
     )
 

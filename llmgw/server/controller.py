@@ -26,7 +26,6 @@ from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState
 from llmgw.fleet.timing import Timing
 from llmgw.interfaces import ILeadership, IStore
-from llmgw.planning.checks import SEARCHING
 from llmgw.planning.orders import orders
 from llmgw.planning.reconcile import Outcome, reconcile
 from llmgw.planning.replicas import group
@@ -340,13 +339,13 @@ class Controller:
 
     def _search(self, outcome: Outcome) -> None:
         """Ask the nodes on which only the weights are in question."""
-        for model, pending in outcome.pending.items():
+        for model, pending in [*outcome.pending.items(), *outcome.sought.items()]:
             profile = pending.want.profile
             for verdict in pending.explanation.verdicts:
                 if profile.weights and verdict.checks[0].name == "weights":
                     for weights in (profile.weights, *(lora.weights for lora in profile.loras)):
                         self.weights.look(verdict.node, weights, profile.engine)
-            if any(v.checks[0].text == SEARCHING for v in pending.explanation.verdicts):
+            if pending.searching:
                 self.log.debug("looking for the weights of {model}", model=model)
         if self.emission.port is not None and self.leadership.may_act():
             self.weights.pump(self.emission.port, self.leadership.epoch, self.leadership.leader)

@@ -131,6 +131,7 @@ class Operations:
                         force=False,
                         reason="",
                         quarantined_until=None,
+                        failures=(),
                     )
                 )
                 draft.say("cordon", name, f"{name}: {'cordoned' if on else 'uncordoned'} by {by}", name)
@@ -215,7 +216,7 @@ class Operations:
             draft.say("node_reset", name, f"{name}: reset by {by}", name)
             if node.state is NodeState.REMOVED:
                 return [Drop("node", name), *draft.events]
-            return [evolve(node, instance="", boot="", quarantined_until=None), *draft.events]
+            return [evolve(node, instance="", boot="", quarantined_until=None, failures=()), *draft.events]
 
         return self._controller.change(make)
 

@@ -10,6 +10,7 @@ from llmgw.fleet.node import Installation, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
 from llmgw.fleet.shard import ShardReport, ShardState, Wanted
 from llmgw.planning.adopt import Orphan
+from llmgw.planning.lifecycle import failed_there, in_quarantine
 from llmgw.planning.observe import addresses
 from llmgw.planning.replicas import Replica, group, wanted
 from llmgw.planning.versions import outdated
@@ -96,7 +97,7 @@ class Status:
         facts = here.facts if here else record.facts
         now = self._controller.clocks.wall()
         flags = [name for name in ("cordoned", "draining") if getattr(record, name)]
-        flags += ["quarantined"] if record.quarantined_until and record.quarantined_until > now else []
+        flags += ["quarantined"] if in_quarantine(record, now) else []
         return {
             "name": record.name,
             "state": record.state,
@@ -117,6 +118,7 @@ class Status:
             "fabrics": [fabric.name for fabric in facts.fabrics] if facts else [],
             "since": record.since,
             "reason": record.reason,
+            "quarantine": _quarantine(record) if in_quarantine(record, now) else None,
             "certificate_expires": record.certificate_expires,
             "fetches": [fetch_data(fetch) for fetch in here.fetches] if here else [],
             "notes": ([facts.inventory.problem] if facts and facts.inventory.problem else [])
@@ -201,7 +203,8 @@ class Status:
             "reason": record.reason or (record.last_reason if record.state is not ShardState.READY else ""),
             "first_reason": record.first_reason,
             "last_reason": record.last_reason,
-            "crashes": len(record.crashes),
+            "crashes": len(record.crashes) + len(record.node_failures),
+            "cause": record.cause,
             "next_at": record.next_at,
             "devices": list(record.allocation.devices),
             "gpus": self._indexes(record),
@@ -228,6 +231,12 @@ class Status:
             return f"router for {len(controller.truth.catalog.models)} models"
         lead = f"{role} epoch {controller.leadership.epoch}"
         return f"{lead}, {ready}/{len(nodes)} nodes ready, {serving}/{len(replicas)} replicas ready"
+
+
+def _quarantine(record: NodeRecord) -> Data:
+    """Until when nothing goes to a node, and what failed there."""
+    failures = [{"model": one.model, "at": one.at, "reason": one.reason} for one in record.failures]
+    return {"until": record.quarantined_until, "text": failed_there(record), "failures": failures}
 
 
 def _outdated(node: str, installations: Iterable[Installation], reports: Iterable[ShardReport]) -> list[str]:

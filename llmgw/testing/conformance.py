@@ -16,9 +16,9 @@ from attrs import evolve
 from zope.interface.exceptions import Invalid
 from zope.interface.verify import verifyObject
 
-from llmgw.engines.failures import CLEAN, CONFIGURATION, NODE, RETRY, SOURCE, UNKNOWN
 from llmgw.engines.launch import http_url
 from llmgw.errors import Problem
+from llmgw.fleet.causes import CLEAN, CONFIGURATION, NODE, RETRY, SOURCE, UNKNOWN
 from llmgw.fleet.model import Parallel, Profile, Resources
 from llmgw.fleet.node import Device, Installation, Inventory, NodeFacts
 from llmgw.fleet.shard import DISK_FULL, Allocation, Diagnosis, EngineLoad, ShardExit, WeightFiles

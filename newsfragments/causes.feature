@@ -1,0 +1,1 @@
+The cause of a failure decides what follows: what is the profile's is tried once more and then stays down with what to change, what is the node's moves on at once and costs no crash budget, and only what may be a node's counts for its quarantine. A quarantine is told with its failures and its end, and `llmgw node reset` really ends it.

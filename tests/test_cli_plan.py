@@ -238,7 +238,7 @@ async def test_adapters_are_looked_at_with_the_weights_and_counted(rig_of):
     base = evolve(FILES, config=CONFIG | {"vocab_size": 128256, "intermediate_size": 14336})
     with_files(rig, a={"llama": base, "loras/a": adapter})
     link(rig, "a")
-    room = 16 * 2 * (32 * 81920 + 2 * (128256 + 4096))
+    room = 4 * 16 * 2 * (32 * 81920 + 2 * (128256 + 4096))
     await rig.until(lambda: "llm/1/0" in rig.server.controller.truth.shards, "placed")
     assert rig.server.controller.truth.shards["llm/1/0"].allocation.memory == math.ceil((18 * GIB + room) / 0.92)
     [rank] = (await rig.get("/v1/estimate", model="llm"))["ranks"]

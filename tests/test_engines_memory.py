@@ -320,14 +320,16 @@ TUNED = model(32, 32, 8, 4096, 131072) | {"vocab_size": 128256, "intermediate_si
     [(1, 7 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336), (4, 7 * 4096 + 2 * 1024 + 2 * 256 + 3 * 3584)],
 )
 def test_the_room_for_adapters(tensor, layer):
-    """Two of rank 40, for which vLLM is told 64: what they change of attention, feed forward, embedding, head, in 16 bits; what
-    tensor parallel ranks divide is the one side of each matrix."""
+    """Room for four of rank 40, for which vLLM is told 64: what they change of attention, feed forward, embedding and head, in
+    16 bits; what tensor parallel ranks divide is one side of each matrix. An engine that waits for adapters has room for 16."""
     loras = (Lora("a", "loras/a"), Lora("b", "loras/b"))
     seen = tuple(WeightFiles(one.weights, True, config={"r": 40, "peft_type": "LORA"}) for one in loras)
     there = evolve(files(TUNED, 16 * GIB), loras=seen)
     profile = Profile("vllm", "m", context=4096, parallel=Parallel(tensor=tensor))
     without, found = vllm.estimate(profile, there).ranks[0], vllm.estimate(evolve(profile, loras=loras), there).ranks[0]
-    assert found.overhead - without.overhead == 2 * 64 * 2 * (32 * layer + 2 * (128256 + 4096))
+    assert found.overhead - without.overhead == 4 * 64 * 2 * (32 * layer + 2 * (128256 + 4096))
+    waiting = vllm.estimate(evolve(profile, arguments={"enable-lora": True}), there).ranks[0]
+    assert waiting.overhead - without.overhead == 4 * 16 * 2 * (32 * layer + 2 * (128256 + 4096))
     told = evolve(profile, loras=loras, arguments={"max-loras": 1, "max-lora-rank": 8})
     assert vllm.estimate(told, there).ranks[0].overhead - without.overhead == 8 * 2 * (32 * layer + 2 * (128256 + 4096))
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from attrs import evolve
 
+from llmgw.engines import lora
 from llmgw.engines.memory import number, shape, text_config
 from llmgw.fleet.estimate import Estimate, RankMemory
 from llmgw.fleet.model import Profile
@@ -24,11 +25,11 @@ _OWN_DRAFT = ("ngram", "suffix", "mtp")
 
 
 def adapters(profile: Profile, files: WeightFiles | None, kept: int, rank: int | None) -> int | None:
-    """Bytes on each rank for C{kept} adapters of this rank; 0 without adapters, None where a figure is missing.
+    """Bytes on each rank for C{kept} adapters of this rank; 0 where it takes none, None where a figure is missing.
 
     Experts have matrices of adapters each, in ways that differ by version: of their models it is unknown.
     """
-    if not profile.loras:
+    if not lora.enabled(profile):
         return 0
     found, config = shape(files), text_config(files)
     hidden, inner, words = (number(config, name) for name in ("hidden_size", "intermediate_size", "vocab_size"))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from attrs import evolve, frozen
 
 from llmgw.engines.case import Case
+from llmgw.engines.launch import whole
 from llmgw.engines.memory import number
 from llmgw.errors import Problem
 from llmgw.fleet.model import Lora, Profile
@@ -50,6 +51,20 @@ def paired(profile: Profile, files: WeightFiles | None) -> Loras:
 def enabled(profile: Profile) -> bool:
     """Whether an engine of this profile is started for adapters."""
     return bool(profile.loras) or profile.arguments.get(_ENABLE) is True
+
+
+def room(profile: Profile) -> int:
+    """How many vLLM is started for where C{max-loras} does not say."""
+    kept = whole(profile.arguments.get("max-cpu-loras"))
+    return max(min(ROOM, kept or ROOM), len(profile.loras))
+
+
+def rank_told(profile: Profile, files: WeightFiles | None) -> int | None:
+    """The highest rank that an engine is started for; None while nobody knows that of the profile's adapters."""
+    said, found = whole(profile.arguments.get("max-lora-rank")), paired(profile, files).rank
+    if said is not None or (profile.loras and found is None):
+        return said
+    return max(DEFAULT_RANK, found or 0)
 
 
 def switch(profile: Profile) -> list[str]:

@@ -42,6 +42,5 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     if files is None or not files.found:
         return found
     kept = whole(profile.arguments.get("max-loras-per-batch")) or LORAS
-    rank = whole(profile.arguments.get("max-lora-rank")) or lora.paired(profile, files).rank
-    found = with_adapters(found, adapters(profile, files, kept, rank))
+    found = with_adapters(found, adapters(profile, files, kept, lora.rank_told(profile, files)))
     return with_unseen(found, drafts(profile, "speculative-draft-model-path"))

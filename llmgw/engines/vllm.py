@@ -179,8 +179,7 @@ def _door(profile: Profile, files: WeightFiles | None) -> LoraDoor:
     if fixed := vllm_checks.fixed_loras(profile):
         return LoraDoor(fixed=fixed)
     rank = whole(profile.arguments.get("max-lora-rank")) or lora.fitting(lora.paired(profile, files).rank) or lora.DEFAULT_RANK
-    kept = whole(profile.arguments.get("max-cpu-loras"))
-    most = None if "max-loras" in profile.arguments else max(min(lora.ROOM, kept or lora.ROOM), len(profile.loras))
+    most = None if "max-loras" in profile.arguments else lora.room(profile)
     return LoraDoor("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "", rank, most, lora.RANKS[-1])
 
 

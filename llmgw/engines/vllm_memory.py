@@ -72,11 +72,8 @@ def estimate(profile: Profile, files: WeightFiles | None) -> Estimate:
     found = _on_host(profile, files) if profile.resources.devices == 0 else _on_devices(profile, files)
     if files is None or not files.found:
         return found
-    kept = whole(profile.arguments.get("max-loras")) or len(profile.loras)
-    most = whole(profile.arguments.get("max-lora-rank"))
-    if most is None and (rank := lora.paired(profile, files).rank) is not None:
-        most = lora.fitting(rank) or lora.DEFAULT_RANK
-    found = with_adapters(found, adapters(profile, files, kept, most))
+    kept, rank = whole(profile.arguments.get("max-loras")) or lora.room(profile), lora.rank_told(profile, files)
+    found = with_adapters(found, adapters(profile, files, kept, lora.fitting(rank) or rank))
     return with_unseen(found, drafts(profile))
 
 

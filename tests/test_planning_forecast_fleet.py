@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -33,9 +34,9 @@ def now(fleet):
     return places(fleet.controller.truth.shards, fleet.controller.truth.nodes)
 
 
-def a_model(chance, name):
+def a_model(chance, name, most=3):
     version, devices = chance.randint(1, 2), chance.randint(1, 2)
-    return model(name, chance.randint(0, 3), devices=devices, version=version, spread=chance.random() < 0.5)
+    return model(name, chance.randint(0, most), devices=devices, version=version, spread=chance.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -55,6 +56,31 @@ def test_what_a_plan_foretells_is_what_apply_brings(seed):
     apply(fleet, *models, allow_outage=True)
     fleet.run(400)
     assert now(fleet) == expected
+
+
+def counted(found):
+    """How many replicas of each profile, wherever they are."""
+    return Counter((replica.rpartition("/")[0], generation) for replica, generation, _, _ in found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_plan_foretells_of_several_models_is_how_many_there_are(seed):
+    """Up to four models change at once, or are new: as many replicas of each profile as the plan said, and what it said waits.
+
+    The fleet has room for one change at a time at least. Where more is wanted than fits, who gets room that comes free depends on
+    which of several engines ends first, and no plan knows that.
+    """
+    chance = random.Random(seed)
+    fleet = Fleet({name: chance.randint(2, 4) for name in "abcd"}, seed)
+    fleet.lead([a_model(chance, name, 2) for name in "mno"])
+    fleet.run(120)
+    models = [a_model(chance, name, 2) for name in "mnop"[: chance.randint(3, 4)]]
+    expected, found = foretold(fleet, models, outage=True)
+    apply(fleet, *models, allow_outage=True)
+    fleet.run(300)
+    assert counted(now(fleet)) == counted(expected)
+    waits = {step.model for step in found if step.kind == "wait"}
+    assert waits == fleet.controller.outcome.pending.keys() | fleet.controller.outcome.notes.keys()
 
 
 @pytest.mark.parametrize("seed", range(6))

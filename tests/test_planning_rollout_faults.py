@@ -8,6 +8,7 @@ import pytest
 
 from llmgw.testing.simulate import model
 from tests.test_planning_rollout import NEW, OLD, doom, generations, rollout, serving
+from tests.test_planning_rollout_orders import apply
 
 
 @pytest.mark.parametrize("step", range(1, 60, 6))
@@ -95,3 +96,12 @@ def test_f16_a_good_profile_comes_into_force_whatever_fails_besides(seed):
         fleet.apply([model("m", 4, version=3)])
     fleet.until(lambda: rollout(fleet).state == "done", "done", 900)
     fleet.until(lambda: fleet.ready("m") == 4 and len(fleet.engines()) == 4 and OLD not in generations(fleet), "all new", 300)
+
+
+def test_room_that_an_old_replica_made_is_for_its_successor():
+    """Another model, earlier in the catalog, has waited for room: it does not get that one, or the changed model had nobody."""
+    fleet = serving({"a": 2}, [model("m", 1), model("n", 1)])
+    apply(fleet, model("m", 2), model("n", 1, version=2), allow_outage=True)
+    fleet.until(lambda: fleet.says("n/1", "no room for its successor beside it"), "the old one goes first")
+    fleet.until(lambda: fleet.ready("n") == 1 and "n/2" in fleet.routers.routed, "its successor serves", 60)
+    assert fleet.ready("m") == 1

@@ -26,7 +26,7 @@ from llmgw.planning.orders import drain_limit
 from llmgw.planning.peaks import follow_peaks
 from llmgw.planning.profiles import follow_rollouts
 from llmgw.planning.replicas import group, turns
-from llmgw.planning.rollout import Pending, Work, follow_model
+from llmgw.planning.rollout import Pending, Work, follow_model, owed
 from llmgw.planning.sleep import follow_sleepers
 from llmgw.planning.world import Draft, World
 
@@ -79,9 +79,9 @@ def reconcile(world: World) -> Outcome:
     replicas = group(draft.shards.values())
     work = Work(draft, turns=turns(replicas))
     if not world.settling:
-        for model in draft.catalog.models:
-            if model.profile is not None:
-                _guarded(broken, model.name, follow_model, work, model, replicas.get(model.name, []))
+        models = [model for model in draft.catalog.models if model.profile is not None]
+        for model in sorted(models, key=lambda one: not owed(draft, one, replicas.get(one.name, []))):
+            _guarded(broken, model.name, follow_model, work, model, replicas.get(model.name, []))
         for name in list(work.pending):
             _guarded(broken, name, give_way, work, name)
     else:

@@ -14,7 +14,7 @@ from attrs import evolve, field, frozen
 from llmgw.fleet.causes import NODE, moves_after
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
-from llmgw.fleet.records import ShardRecord
+from llmgw.fleet.records import RolloutState, ShardRecord
 from llmgw.fleet.shard import DISK_FULL, ShardState, Wanted, replica_id, replica_of, shard_id
 from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.devices import closed_device
@@ -108,6 +108,14 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
             if not wake(draft, model) and not start(work, model):
                 break
     _remark(work, model, here)
+
+
+def owed(draft: Draft, model: Model, replicas: Iterable[Replica]) -> bool:
+    """Whether an old replica may have made room for a successor that is not there yet: nobody else may take that room."""
+    rollout = draft.rollouts.get(model.name)
+    here = sum(not replica.leaving and not given_up(replica, draft.nodes) for replica in replicas)
+    changing = rollout is not None and (rollout.pinned or (rollout.state is RolloutState.RUNNING and rollout.back is not None))
+    return changing and here < wanted(model, draft.world.demand)
 
 
 def _patient(draft: Draft, model: Model, replica: Replica) -> Replica:

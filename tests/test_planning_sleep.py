@@ -9,7 +9,7 @@ from attrs import evolve
 from llmgw.engines.command import Command
 from llmgw.engines.vllm import Vllm
 from llmgw.fleet.model import Profile, Scale
-from llmgw.fleet.node import Installation
+from llmgw.fleet.node import Fabric, Installation
 from llmgw.fleet.shard import Allocation, ShardState, Wanted
 from llmgw.testing.simulate import Fleet, model
 from tests.agent_rig import FAKE, Rig, node_rigs, order, settle, until
@@ -81,6 +81,20 @@ def test_who_cannot_be_woken_any_more_is_stopped(why):
     fleet.until(lambda: fleet.engines() == [], "stopped", 60)
     words = {"profile": "its profile changed", "no replicas": "is to have no replicas", "drain": "a is drained"}[why]
     assert fleet.says("m/1/0 a: sleeping -> stopping", words)
+
+
+def test_an_engine_over_several_nodes_is_stopped_instead_and_it_is_said():
+    """Its ranks would have to sleep at once: idle_after ends it, says why, and the next request starts it anew."""
+    fleet = Fleet({"a": 1, "b": 1})
+    for agent in fleet.agents.values():
+        agent.sleeps, agent.fabrics = True, (Fabric("rack"),)
+    fleet.lead([evolve(model("m", nodes=2), replicas=Scale(0, 1, idle_after=20.0))])
+    fleet.controller.demand.asked("m")
+    fleet.until(lambda: fleet.ready("m") == 1, "it serves")
+    fleet.until(lambda: fleet.engines() == [], "stopped", 60)
+    assert fleet.says("m/1/0 a: ready -> draining: m wants 0; stopped, since an engine over 2 nodes is not put to sleep")
+    fleet.controller.demand.asked("m")
+    fleet.until(lambda: fleet.ready("m") == 1, "it serves again")
 
 
 def test_a_sleeper_makes_room_for_others():

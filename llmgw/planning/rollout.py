@@ -26,7 +26,7 @@ from llmgw.planning.orders import attempt_id
 from llmgw.planning.placement import Ledger, Placement
 from llmgw.planning.profiles import tried_again
 from llmgw.planning.replicas import Replica, given_up, surplus, wanted, worst_first
-from llmgw.planning.sleep import can_sleep, lull, wake
+from llmgw.planning.sleep import can_sleep, lull, stays_awake, wake
 from llmgw.planning.world import Draft
 
 EXCLUDE_FOR = 300.0
@@ -101,7 +101,7 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
     elif len(good) > target + (beside := _beside(draft, model, good)):
         for replica in surplus(model, good, target + beside, draft.world.load):
             order_away = lull if target == 0 and can_sleep(draft, replica) else leave
-            order_away(draft, replica, f"{model.name} wants {target}")
+            order_away(draft, replica, f"{model.name} wants {target}{'' if target else stays_awake(draft, replica)}")
     else:
         _welcome(draft, good)
         for _ in range(target - len(good)):

@@ -29,10 +29,20 @@ def asleep(replica: Replica) -> bool:
 
 def can_sleep(draft: Draft, replica: Replica) -> bool:
     """Whether its engine is there, serves, and says that it can. One of several shards cannot: they would have to at once."""
-    (head, *others) = replica.shards
+    return len(replica.shards) == 1 and _willing(draft, replica)
+
+
+def stays_awake(draft: Draft, replica: Replica) -> str:
+    """What is to be said of a replica that is stopped although its engine says that it can sleep; empty for any other."""
+    count = len(replica.shards)
+    return f"; stopped, since an engine over {count} nodes is not put to sleep" if count > 1 and _willing(draft, replica) else ""
+
+
+def _willing(draft: Draft, replica: Replica) -> bool:
+    head = replica.shards[0]
     told = draft.world.told.get(head.allocation.node) if head.allocation else None
     report = told.shards.get(head.shard) if told else None
-    return not others and head.state is ShardState.READY and report is not None and report.sleeps
+    return head.state is ShardState.READY and report is not None and report.sleeps
 
 
 def lull(draft: Draft, replica: Replica, reason: str) -> None:

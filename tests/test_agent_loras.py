@@ -23,14 +23,14 @@ DOOR = LoraDoor("/load", "/unload", "", rank=16, most=2, highest=512, served="m:
 class Engine:
     """What it has been asked, and what it answers.
 
-    @ivar refusals: by adapter, what it says instead of loading it; C{held} is the answer to come of a slow one.
+    @ivar refusals: by adapter, what it says instead of loading it; C{slow}: what it takes its time for.
     """
 
     def __init__(self) -> None:
         self.names: list[str] | None = ["m"]
         self.asked: list[str] = []
         self.refusals: dict[str, str] = {}
-        self.held: Deferred[str] | None = None
+        self.slow: dict[str, Deferred[str]] = {}
 
     async def listed(self, intent):
         return None if self.names is None else list(self.names)
@@ -38,8 +38,8 @@ class Engine:
     async def post(self, url, key, deadline, said):
         what, name = url.rpartition("/")[2], json.loads(said)["lora_name"]
         self.asked.append(f"{what} {name}")
-        if self.held is not None:
-            await self.held
+        if what in self.slow:
+            await self.slow[what]
         if problem := self.refusals.get(name):
             return problem
         self.names = [one for one in self.names if one != name] + ([name] if what == "load" else [])
@@ -93,7 +93,7 @@ def test_it_loads_and_unloads_what_the_order_says_and_no_more(rig):
     rig.follow()
     rig.want(OTHER)
     rig.want(evolve(OTHER, weights="loras/newer"))
-    assert rig.engine.asked == ["load tuned", "unload tuned", "load other", "unload other", "load other"]
+    assert rig.engine.asked == ["load tuned", "load other", "unload tuned", "unload other", "load other"]
     assert rig.loras.has == (ShardLora("other", "loras/newer", "m:other"),)
 
 
@@ -105,12 +105,16 @@ def test_what_fails_is_told_and_tried_again(rig):
     rig.want(TUNED, OTHER, evolve(third, name="a"))
     assert "does not load /models/loras/tuned: it answers 500: it is garbled" in rig.has()["tuned"]
     assert "loras/other is not on the node (looked at /models/loras/other)" in rig.has()["other"]
-    rig.engine.refusals.clear()
-    rig.found.clear()
+    news = rig.news
     rig.clock.advance(AGAIN - 1)
     rig.follow()
     assert rig.engine.asked == ["load tuned"], "the third is one too many"
     rig.clock.advance(1)
+    rig.follow()
+    assert rig.engine.asked == ["load tuned"] * 2 and rig.news == news, "what is as before is no news"
+    rig.engine.refusals.clear()
+    rig.found.clear()
+    rig.clock.advance(AGAIN)
     rig.follow()
     assert rig.has() == {"tuned": "", "other": "", "a": "adapter a is one too many: its engine was started for 2"}
     rig.want(TUNED, OTHER)
@@ -146,16 +150,15 @@ def test_the_next_agent_knows_what_the_engine_was_given(rig):
 
 def test_an_engine_that_hangs_is_asked_no_further(rig):
     """One attempt at a time; the rest waits for the next. An order that comes meanwhile is followed at once afterwards."""
-    rig.engine.held = Deferred()
+    rig.engine.slow["load"] = Deferred()
     done = rig.want(TUNED, OTHER)
     assert rig.want(TUNED).called and not done.called and rig.engine.asked == ["load tuned"]
     rig.want(TUNED, OTHER)
     rig.clock.advance(DEADLINE + 1)
     rig.engine.refusals["tuned"] = "no answer in 60 s"
-    rig.engine.held.callback("")
+    rig.engine.slow.pop("load").callback("")
     assert done.called and rig.engine.asked == ["load tuned"] and list(rig.has()) == ["tuned"]
     rig.engine.refusals.clear()
-    rig.engine.held = None
     rig.clock.advance(AGAIN)
     rig.follow()
     assert rig.has() == {"tuned": "", "other": ""}
@@ -177,3 +180,22 @@ def test_an_engine_that_takes_none_later_has_those_of_its_start(rig):
     rig.intent = evolve(rig.intent, loras=LoraDoor())
     rig.want(TUNED)
     assert rig.loras.has == (ShardLora("tuned", "loras/tuned", "tuned"),) and rig.engine.asked == []
+
+
+def test_what_comes_does_not_wait_for_what_leaves(rig):
+    """An engine may answer only when nothing runs any more with the adapter that it is to unload."""
+    rig.want(TUNED)
+    rig.engine.slow["unload"] = Deferred()
+    done = rig.want(OTHER)
+    assert not done.called and rig.has() == {"tuned": "", "other": ""} and rig.news == 2
+    rig.engine.slow["unload"].callback("")
+    assert done.called and rig.has() == {"other": ""}
+
+
+def test_what_is_under_way_when_the_agent_ends_is_not_done(rig):
+    """Nothing is told or noted, and no other adapter is begun with; the next agent finds out."""
+    rig.engine.slow["load"] = Deferred()
+    rig.want(TUNED, OTHER)
+    rig.loras.ended = True
+    rig.engine.slow["load"].callback("no answer in 60 s")
+    assert rig.engine.asked == ["load tuned"] and rig.news == 0 and rig.has() == {}

@@ -11,7 +11,7 @@ from llmgw.engines.sglang import sglang
 from llmgw.engines.vllm import vllm
 from llmgw.fleet.model import Lora, Parallel, Profile
 from llmgw.fleet.node import Installation
-from llmgw.fleet.shard import Allocation, WeightFiles
+from llmgw.fleet.shard import Allocation, ShardExit, WeightFiles
 from llmgw.interfaces import Flags
 from llmgw.testing import standin_sglang, standin_vllm
 
@@ -131,3 +131,13 @@ def test_more_slots_than_vllm_is_told_to_keep_are_not_asked_for():
     """Its own check would refuse to start."""
     launch = launched("vllm", Profile("vllm", "llama", loras=(TUNED,), arguments={"max-cpu-loras": 2}), adapter())
     assert taken("vllm", launch).max_loras == launch.loras.most == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_adapter_that_failed_is_no_cause_of_a_later_end(engine):
+    """Its error stands in the output of an engine that lived on."""
+    error = ["RuntimeError: CUDA error: out of memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"]
+    answer = 'INFO:     127.0.0.1:5 - "POST /v1/load_lora_adapter HTTP/1.1" 500 Internal Server Error'
+    killed = ShardExit(signal=9)
+    assert ENGINES[engine].diagnose(killed, [*error, answer, "fine"]) == ENGINES[engine].diagnose(killed, ["fine"])
+    assert ENGINES[engine].diagnose(killed, [answer, *error]) != ENGINES[engine].diagnose(killed, ["fine"])

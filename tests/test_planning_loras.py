@@ -96,8 +96,6 @@ def test_an_adapter_that_fails_harms_nothing_and_is_said():
     assert "m/1 serves without an adapter: adapter tuned: it is garbled" in fleet.controller.outcome.notes["m"]
     for agent in fleet.agents.values():
         agent.spoilt.clear()
-        for engine in agent.running():
-            agent._equip(engine, engine.order)
     fleet.until(lambda: routed(fleet) == ("m/1",), "mended", 20)
     assert "m" not in fleet.controller.outcome.notes
 

@@ -15,7 +15,7 @@ from twisted.logger import Logger
 
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.shardfolder import AttemptFolder, Given, Intent
-from llmgw.engines import lora
+from llmgw.engines.lora import refused
 from llmgw.fleet.model import Lora
 from llmgw.fleet.shard import ShardLora, WeightFiles
 
@@ -39,6 +39,7 @@ class Loras:
     """What one engine has, and the way to what it should have.
 
     @param look: what is found of an adapter's weights.
+    @ivar ended: set it to do no more; what is under way then counts as never done.
     """
 
     log = Logger()
@@ -48,17 +49,20 @@ class Loras:
         self._probe = probe
         self._of = of
         self._look = look
-        self._has = of.folder.loras()
+        self._has = {Lora(one.name, one.weights): one for one in of.folder.loras()}
         self._tried: tuple[Lora, ...] | None = None
         self._again = 0.0
         self._busy = False
         self._hopeless: set[Lora] = set()
+        self.ended = False
 
     @property
     def has(self) -> tuple[ShardLora, ...]:
         """For the report: an engine that takes none later has those that it was started with."""
         intent = self._of.intent
-        return self._has if intent.loras.load else tuple(_loaded(intent, one) for one in intent.order.profile.loras)
+        return (
+            tuple(self._has.values()) if intent.loras.load else tuple(_loaded(intent, one) for one in intent.order.profile.loras)
+        )
 
     async def follow(self, fresh: bool = False) -> None:
         """Do what there is to do: at once if the order has changed, every L{AGAIN} seconds for what has failed.
@@ -82,43 +86,54 @@ class Loras:
     def _due(self) -> bool:
         intent = self._of.intent
         wanted = intent.order.profile.loras
-        there = {Lora(one.name, one.weights) for one in self._has if not one.problem}
-        as_wanted = there == set(wanted) and len(there) == len(self._has)
+        as_wanted = set(self._has) == set(wanted) and not any(one.problem for one in self._has.values())
         return bool(intent.loras.load) and not as_wanted and (wanted != self._tried or self._reactor.seconds() >= self._again)
 
     async def _bring_about(self, intent: Intent, fresh: bool) -> None:
-        wanted, before, began = intent.order.profile.loras, self._has, self._reactor.seconds()
+        wanted, began = intent.order.profile.loras, self._reactor.seconds()
         self._tried = wanted
         self._hopeless |= set(wanted) if fresh else set()
         listed = await self._probe.listed(intent)
         if listed is None:
             return
-        known = [one for one in before if not one.problem and one.name in listed]
-        self._keep(known)
-        for one in known:
-            if Lora(one.name, one.weights) not in wanted:
-                await self._unload(intent, one)
-        for count, adapter in enumerate(wanted):
-            late = self._reactor.seconds() - began > DEADLINE
-            if not late and adapter.name not in [one.name for one in self._has]:
-                stray = adapter.name in listed and adapter.name not in [one.name for one in known]
-                self._keep([*self._has, await self._load(intent, adapter, count, stray)])
-        if self._has != before:
-            self._of.changed()
+        loaded = [lora for lora, one in self._has.items() if not one.problem and one.name in listed]
+        failed = [lora for lora, one in self._has.items() if one.problem and lora in wanted]
+        self._keep({lora: self._has[lora] for lora in (*loaded, *failed)})
+        strays, tried = set(listed) - {lora.name for lora in loaded}, set[Lora]()
+        # What leaves may take as long as what runs with it. What comes does not wait for that, unless it takes its name.
+        await self._load_missing(intent, wanted, strays, tried, began)
+        for lora in loaded:
+            if lora not in wanted and not self.ended:
+                await self._unload(intent, lora)
+        await self._load_missing(intent, wanted, strays, tried, began)
 
-    def _keep(self, has: list[ShardLora]) -> None:
-        self._has = tuple(has)
+    async def _load_missing(
+        self, intent: Intent, wanted: tuple[Lora, ...], strays: set[str], tried: set[Lora], began: float
+    ) -> None:
+        for count, lora in enumerate(wanted):
+            late = self.ended or self._reactor.seconds() - began > DEADLINE
+            if not late and lora not in tried and lora.name not in [one.name for one in self._has.values() if not one.problem]:
+                tried.add(lora)
+                self._keep({**self._has, lora: await self._load(intent, lora, count, lora.name in strays)})
+
+    def _keep(self, has: dict[Lora, ShardLora]) -> None:
+        if self.ended or has == self._has:
+            return
+        self._has = has
         try:
-            self._of.folder.write("loras.json", Given(tuple(one for one in has if not one.problem)))
+            self._of.folder.write("loras.json", Given(tuple(one for one in has.values() if not one.problem)))
         except OSError as error:
             self.log.error("cannot note the adapters of {shard}: {error}", shard=self._of.folder.shard, error=str(error))
+        self._of.changed()
 
-    async def _unload(self, intent: Intent, one: ShardLora) -> None:
-        problem = await self._post(intent, intent.loras.unload, lora_name=one.name)
+    async def _unload(self, intent: Intent, lora: Lora) -> None:
+        problem = await self._post(intent, intent.loras.unload, lora_name=lora.name)
         if problem:
-            self.log.warn("{shard} keeps the adapter {name}: {problem}", shard=intent.order.shard, name=one.name, problem=problem)
+            self.log.warn(
+                "{shard} keeps the adapter {name}: {problem}", shard=intent.order.shard, name=lora.name, problem=problem
+            )
         else:
-            self._keep([other for other in self._has if other is not one])
+            self._keep({other: one for other, one in self._has.items() if other != lora})
 
     async def _load(self, intent: Intent, adapter: Lora, count: int, stray: bool) -> ShardLora:
         """What has become of it. C{stray}: the engine has one of this name, nobody knows from where."""
@@ -126,7 +141,7 @@ class Loras:
             files = await self._look(adapter.weights)
         except Exception as error:
             return _failed(adapter, f"adapter {adapter.name}: {error}")
-        problem, anew = lora.refused(adapter, files, intent.loras, intent.order.profile, count)
+        problem, anew = refused(adapter, files, intent.loras, intent.order.profile, count)
         if problem:
             return _failed(adapter, problem, anew and adapter not in self._hopeless)
         if stray:

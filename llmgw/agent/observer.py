@@ -63,7 +63,7 @@ class Observer:
     @ivar phase: what it does, in its own words; C{progress} from 0 to 1.
     @ivar load: the last load it told.
     @ivar loras: its adapters.
-    @ivar ended: set it to look no more.
+    @ivar ended: it looks no more.
     """
 
     log = Logger()
@@ -101,6 +101,10 @@ class Observer:
             if self.ended:
                 return
             await deferLater(self._reactor, self._pause())
+
+    def end(self) -> None:
+        """Look no more, and touch the engine no more."""
+        self.ended = self.loras.ended = True
 
     def _pause(self) -> float:
         if self._watched.state in SERVING:

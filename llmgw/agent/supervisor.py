@@ -441,7 +441,7 @@ class Supervisor:
         """Watch and do nothing more. The job that has brought us here is at its end anyway, and cannot be cancelled."""
         self._left = True
         if self._observer is not None:
-            self._observer.ended = True
+            self._observer.end()
         for watch in self._watches:
             watch.stop()
         for job, work in list(self._jobs.items()):

@@ -29,6 +29,7 @@ CaseChecks = tuple[Callable[[Case], list[Problem]], ...]
 # The most of a device's memory that an engine is told to take.
 MOST = 0.95
 
+_ADAPTER = "/load_lora_adapter HTTP/"
 _FILES = re.compile(r"Loading .*checkpoint shards: +(\d+)%")
 _WEIGHTS_FROM, _WEIGHTS_TO = 0.05, 0.6
 
@@ -101,8 +102,9 @@ class TorchEngine(ABC):
         return next((Phase(name, progress) for pattern, name, progress in self.milestones if pattern.search(line)), None)
 
     def diagnose(self, exit: ShardExit, tail: Sequence[str]) -> Diagnosis:
-        """By its table of failures."""
-        return failures.diagnosis(self.title, self.known, exit, tail, self.guessed)
+        """By its table of failures. What stands before an answer about an adapter was not its end: it lived to give it."""
+        since = max((number + 1 for number, line in enumerate(tail) if _ADAPTER in line), default=0)
+        return failures.diagnosis(self.title, self.known, exit, tail[since:], self.guessed)
 
 
 def weights_words(profile: Profile, files: WeightFiles | None) -> list[str]:

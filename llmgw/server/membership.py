@@ -185,7 +185,8 @@ def _whole(report: ShardReport, before: Told) -> ShardReport:
 def _gist(told: Told) -> object:
     """What of a report can change a plan or a route; progress and load cannot."""
     shards = sorted(
-        (r.shard, r.attempt, r.generation, r.state, r.url, r.key, r.healthy, r.reason, r.limit) for r in told.shards.values()
+        (r.shard, r.attempt, r.generation, r.state, r.url, r.key, r.healthy, r.reason, r.limit, r.loras, r.fixed)
+        for r in told.shards.values()
     )
     return told.complete, told.epoch, told.revision, shards
 

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+# Seconds until an adapter is loaded: longer than it takes to say that the order for it was heard.
+TAKES = 1.0
+
 
 class BadAdapter(Exception):
     """It cannot be loaded; C{absent}: there is none at this path."""

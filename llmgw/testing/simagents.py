@@ -31,6 +31,8 @@ from llmgw.fleet.shard import (
 from llmgw.wire.messages import Done, Register, Report
 
 GIB = 2**30
+# Seconds that an adapter takes: longer than all that an order for it sets going.
+LOADING = 2.0
 
 
 class SimFence(Fence):
@@ -55,6 +57,7 @@ class SimEngine:
     next: ShardOrder | None = None
     conditions: tuple[str, ...] = ()
     loras: tuple[ShardLora, ...] = ()
+    equips: float = 0.0
     diagnosis: Diagnosis | None = None
     served: bool = False
 
@@ -175,16 +178,15 @@ class SimAgent:
         self.engines = {name: engine for name, engine in self.engines.items() if engine.live or name in listed}
         self.say(self.report())
 
-    def _equip(self, engine: SimEngine, order: ShardOrder, fresh: bool = False) -> None:
-        """Have its order's adapters, those that can be loaded; with each order anew."""
-        engine.order = evolve(engine.order, profile=order.profile)
-        if engine.state is not ShardState.READY:
-            return
+    def _equip(self, engine: SimEngine, fresh: bool = False) -> None:
+        """Have its order's adapters, those that can be loaded; what it is not started with comes a moment after the order."""
+        there = {(one.name, one.weights): one for one in engine.loras if not one.problem}
         loras = []
-        for one in order.profile.loras:
+        for one in engine.order.profile.loras:
             problem, anew = self.spoilt.get(one.weights, ("", False))
             problem = "" if fresh and anew else problem
-            loras.append(ShardLora(one.name, one.weights, one.name, problem, anew and not fresh))
+            made = ShardLora(one.name, one.weights, one.name, problem, anew and bool(problem))
+            loras.append(there.get((one.name, one.weights), made))
         engine.loras = tuple(loras)
 
     def _follow(self, order: ShardOrder, now: float) -> None:
@@ -193,7 +195,8 @@ class SimAgent:
             self.reused.add(order.operation)
         engine = self.engines.get(order.shard)
         if engine is not None and engine.live and engine.order.attempt == order.attempt and not self.fixed:
-            self._equip(engine, order)
+            engine.equips = now + LOADING if engine.order.profile != order.profile else engine.equips
+            engine.order = evolve(engine.order, profile=order.profile)
         if done := self.answered.get(order.operation):
             self.say(done)
             return
@@ -240,10 +243,10 @@ class SimAgent:
 
     def step(self, now: float) -> None:
         """Let time pass for its engines."""
-        before = [(name, engine.state) for name, engine in self.engines.items()]
+        before = [(name, engine.state, engine.loras) for name, engine in self.engines.items()]
         for engine in self.engines.values():
             self._advance(engine, now - engine.since, now)
-        if before != [(name, engine.state) for name, engine in self.engines.items()] and self.alive:
+        if before != [(name, engine.state, engine.loras) for name, engine in self.engines.items()] and self.alive:
             self.say(self.report())
 
     def _advance(self, engine: SimEngine, lasted: float, now: float) -> None:
@@ -257,13 +260,16 @@ class SimAgent:
             self.die(engine, now, self.full.text)
         elif state is ShardState.LOADING and lasted >= self.load:
             engine.state, engine.since, engine.served = ShardState.READY, now, True
-            self._equip(engine, engine.order, fresh=True)
+            self._equip(engine, fresh=True)
             self._answer(engine.order, True)
+        elif state is ShardState.READY and self.alive and not self.fixed and now >= engine.equips:
+            self._equip(engine)
         elif state is ShardState.STOPPING and lasted >= self.grace:
             engine.state, engine.since = ShardState.STOPPED, now
             if engine.next is not None:
                 engine.order, engine.next = engine.next, None
                 engine.state, engine.pid, engine.served = ShardState.STARTING, engine.pid + 1000, False
+                engine.loras = ()
 
     def die(self, engine: SimEngine, now: float, reason: str) -> None:
         """An engine ends by itself."""

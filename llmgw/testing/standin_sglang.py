@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from llmgw.testing import fake_engine
-from llmgw.testing.doors import BadAdapter, cards, read_adapter
+from llmgw.testing.doors import TAKES, BadAdapter, cards, read_adapter
 from llmgw.testing.fake_engine import say
 from llmgw.testing.orphan import fork_worker
 
@@ -218,6 +218,7 @@ class Standin(fake_engine.Engine):
     async def post(self, path: str, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Adapters come and go; whatever runs goes on."""
         if path in ("/load_lora_adapter", "/unload_lora_adapter"):
+            await asyncio.sleep(TAKES)
             asked = json.loads(body)
             say(f"{path} {asked}")
             problem = self.load_adapter(asked) if path == "/load_lora_adapter" else await self.unload_adapter(asked["lora_name"])

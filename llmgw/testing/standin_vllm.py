@@ -25,7 +25,7 @@ from importlib.resources import files
 from typing import Any, NoReturn
 
 from llmgw.testing import fake_engine
-from llmgw.testing.doors import BadAdapter, cards, read_adapter
+from llmgw.testing.doors import TAKES, BadAdapter, cards, read_adapter
 from llmgw.testing.fake_engine import say
 from llmgw.testing.orphan import fork_worker
 
@@ -221,6 +221,7 @@ class Standin(fake_engine.Engine):
             return self.error(writer, 500, "EngineCore is shutting down")
         if (door := self.doors.get(path)) is None:
             return await super().post(path, body, reader, writer)
+        await asyncio.sleep(TAKES)
         asked = json.loads(body)
         say(f"{path} {asked}")
         status, kind, message = door(asked)

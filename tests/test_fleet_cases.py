@@ -5,20 +5,21 @@ and secrets (J). Here is what the simulator shows of them, and where the others 
     A2   test_fleet_cases_engines.py
     A3   here
     A4   here
-    A5   here, and any order of reports in test_planning_reconcile.py
+    A5   here, any order of reports in test_planning_reconcile.py, and after every simulated step that nothing illegal was planned
     A6   here
     A7   does not apply: nothing dials a node but routers; its agent dials out and probes its engines itself
     A9   test_fleet_cases_engines.py
     A10  test_fleet_cases_engines.py
     A11  test_fleet_cases_engines.py
     B1   here, and test_a_bad_round_is_one_line_whatever_a_node_does in test_agent_uplink_rounds.py
-    B2   test_the_wall_clock_decides_nothing in test_server_simulation.py
+    B2   test_the_wall_clock_decides_nothing in test_server_simulation.py,
+         test_b2_a_rollout_over_nodes_and_a_server_with_other_clocks_fails_nobody in test_server_simulation_clocks.py
     B3   here
     B4   test_f01_f02_a_new_leader_takes_over_and_nothing_else_happens in end_to_end/test_failover.py
     B5   test_f03_a_leader_that_was_suspended_past_its_lease_stands_by in end_to_end/test_failover.py
     B6   figures of many agents are measured by bench/fleet.py, not asserted in a timed test
     B7   here for the records; the router's day is test_router_soak.py
-    B8   test_i_a3_a_thousand_agents_do_not_come_at_the_same_instant in test_agent_uplink_rounds.py
+    B8   test_b8_a_hundred_agents_come_back_spread_after_a_minute_without_a_server in test_link_large_fleets.py
     B9   does not apply: see A7
     B10  here
     B12  test_fleet_cases_engines.py
@@ -77,8 +78,9 @@ def test_a3_a_placement_whose_order_is_lost_is_sent_again_and_starts_one_engine(
     assert fleet.engines() == []
     fleet.store.lossy, fleet.loss = False, 0.0
     fleet.store.resume()
-    fleet.apply([model("m", 1)])
-    fleet.until(lambda: fleet.ready("m") == 1, "it serves")
+    if fault == "answer of the store":
+        fleet.apply([model("m", 1)])
+    fleet.until(lambda: fleet.ready("m") == 1, "it serves", 90)
     assert [engine.split()[0].split("@")[0][-2:] for engine in fleet.engines()] == ["/0"] and len(fleet.engines()) == 1
 
 

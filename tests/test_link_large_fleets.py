@@ -118,3 +118,23 @@ def test_f39_a_fleet_comes_back_spread_also_when_its_server_is_away_for_a_while(
     most = max(Counter(int(at / 5) for at in seen).values())
     assert most <= 10 and seen[-1] > 10, seen
     assert all("linked" in agent.status for agent in agents)
+
+
+def test_b8_a_hundred_agents_come_back_spread_after_a_minute_without_a_server(world):
+    """B8: all are back when the longest wait of 15 s is over, and no second has more of them than such waits make likely.
+
+    What is left of waits between nothing and 15 s is under a second for two in 15, so the first seconds have most of them.
+    """
+    chance = random.Random(8)
+    world.random = chance.random
+    agents = [world.agent(f"n{number}") for number in range(100)]
+    world.net.run(60, 0.25)
+    members = Members()
+    world.server(members=members)
+    began, seen = world.net.seconds(), []
+    while len(seen) < 100:
+        world.net.run(0.5)
+        seen += [world.net.seconds() - began] * (len(members.of("joined")) - len(seen))
+        assert world.net.seconds() - began < 17
+    assert max(Counter(map(int, seen)).values()) <= 20, seen
+    assert all("linked" in agent.status for agent in agents)

@@ -208,14 +208,17 @@ class Controller:
         if not await self.follow_clock():
             self._plan_in(self.RETRY)
             return
+        began = self.clocks.steady()
         world = self.world()
         outcome = reconcile(world)
         self._report_broken(outcome)
         events = [self._with_tail(event) for event in outcome.events]
         changes = differences(self.truth, outcome.nodes, outcome.shards, events, outcome.rollouts)
+        made = self.clocks.steady()
         if changes and not await self.commits.commit(changes):
             self._plan_in(self.RETRY)
             return
+        taken = self.clocks.steady()
         for event in events:
             if event.tail:
                 self.members.told_tail(event.node, event.subject)
@@ -227,7 +230,8 @@ class Controller:
             return
         self._search(outcome)
         self.emit()
-        self._took = self.clocks.steady() - self._last_plan
+        # A store that is waited for fills no reactor.
+        self._took = made - began + self.clocks.steady() - taken
 
     def _jumped(self) -> float:
         """How many seconds our wall clock is ahead of the one that records are told by."""

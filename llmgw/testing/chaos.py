@@ -56,7 +56,7 @@ class Chaos:
             (20, self.cut), (14, self.die), (10, self.crash), (6, self.usurp), (3, self.cut_most), (6, self.reboot),
             (4, self.wipe), (6, self.agent_away), (6, self.full), (6, self.stall), (4, self.answers_lost), (3, self.restore),
             (2, self.forget), (14, self.apply), (5, self.clocks), (8, self.weather), (4, self.routers), (6, self.drain),
-            (4, self.restart), (5, self.doom), (3, self.loop), (10, self.ask),
+            (4, self.restart), (5, self.doom), (3, self.loop), (10, self.ask), (4, self.lapse),
         ]  # fmt: skip
 
     def live(self) -> Fleet:
@@ -158,6 +158,13 @@ class Chaos:
         """Failover, of which the one before learns late."""
         self._readable()
         self.fleet.usurp()
+
+    def lapse(self) -> None:
+        """The lease is not renewed in time, and is again later: until then the server may not act."""
+        leadership = self.fleet.leadership
+        leadership.held = False
+        self.fleet.run(self._chance.random() * 20)
+        leadership.held = True
 
     def full(self) -> None:
         """The store takes nothing, or works again."""

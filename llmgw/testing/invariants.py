@@ -53,6 +53,7 @@ class Invariants:
         self._away: dict[str, float] = {}
         self._began = 0.0
         self._shards: dict[str, ShardRecord] = {}
+        self._heard = 0
 
     def begun(self) -> None:
         """A server begins to lead from what the store has: everybody is away, nothing is ordered."""
@@ -75,6 +76,7 @@ class Invariants:
         self._nodes()
         self._claims(fleet.controller.truth.shards.values())
         self._changes()
+        self._legal()
 
     def _exclusive(self, engines: list[tuple[SimAgent, SimEngine]]) -> None:
         alone = [engine.order for _, engine in engines if not engine.order.profile.resources.share]
@@ -154,6 +156,12 @@ class Invariants:
         alone = [r.allocation for r in records if r.allocation and r.state is not ShardState.FAILED and _owns_devices(r)]
         double = _doubles((allocation.node, device) for allocation in alone for device in allocation.devices)
         self._must(not double or self._fleet.lenient, f"the truth gives {double} to two shards")
+
+    def _legal(self) -> None:
+        events = self._fleet.store.events
+        illegal = [event.text for event in events[self._heard :] if event.kind == "illegal"]
+        self._heard = len(events)
+        self._must(not illegal, f"not in the table: {illegal}")
 
     def _changes(self) -> None:
         """Who is ordered away for a change or a drain, compared with the step before."""

@@ -213,12 +213,12 @@ def test_a_stalled_store_changes_nothing():
 
 
 def test_a_leader_without_leave_orders_nothing():
-    """I-L6: may_act is asked at emission."""
+    """I-L6: may_act is asked at emission, also where what was said a minute ago is said again."""
     fleet = serving(models=[model("m", 1)])
     pids = fleet.pids()
     fleet.leadership.held = False
     fleet.apply([model("m", 0)])
-    fleet.run(60)
+    fleet.run(70)
     assert fleet.pids() == pids and fleet.refusals == ["cp does not lead now"]
 
 

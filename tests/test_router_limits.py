@@ -129,7 +129,7 @@ def test_concurrency_is_a_bound(board):
     grants = [allowance.admit(NOON, 0) for _ in range(5)]
     assert [isinstance(grant, Limited) for grant in grants] == [False] * 3 + [True] * 2
     assert grants[3].kind == "concurrency"
-    grants[0].settle(NOON, None)
+    grants[0].settle(NOON, 0)
     assert granted(allowance, NOON, 2) == 1
 
 
@@ -181,9 +181,12 @@ def test_key_without_limits_is_not_counted(board):
 
 def test_estimate():
     """The prompt by its size, the answer by what is allowed."""
-    assert estimate(4000, 100) == 1100
-    assert estimate(4000, None) == 1512
-    assert estimate(0, -5) == 0
+    assert estimate("openai", 4000, 100) == 1100
+    assert estimate("openai", 4000, None) == 1512
+    assert estimate("openai", 0, -5) == 0
+    assert estimate("prompt", 4000, None) == 1000
+    assert estimate("told", 25 * 10**6, None) == estimate("", 4000, None) == 0
+    assert estimate("openai", 25 * 10**6, 0) == 131_072, "a picture, not six million tokens"
 
 
 def test_clock_set_back_does_not_lock_anybody_out(board):
@@ -224,7 +227,7 @@ def test_nothing_leaks_after_a_thousand_random_ends(board):
         while running and (len(running) > 15 or draw.random() < 0.5):
             ended = running.pop(draw.randrange(len(running)))
             for _ in range(draw.randint(1, 3)):
-                ended.settle(NOON + number / 10, draw.choice([None, 0, draw.randint(1, 900)]))
+                ended.settle(NOON + number / 10, draw.choice([0, draw.randint(1, 900)]))
     for grant in running:
         grant.settle(NOON + 100, 0)
     assert board.total(board.row("key/k")) == 0

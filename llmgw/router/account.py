@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llmgw.router.access import AccessLog
 from llmgw.router.histogram import OVERHEAD, SECONDS, Cell, Metrics, observe
 from llmgw.router.limits import Grant
-from llmgw.router.usage import Tally
+from llmgw.router.usage import Tally, guessed
 
 if TYPE_CHECKING:
     from llmgw.router.errors import Refusal
@@ -81,6 +81,8 @@ class Accounts:
     def ended(self, exchange: Exchange, grant: Grant) -> None:
         """Count a request; C{grant} is settled with what it used."""
         model, upstream, usage = exchange.served.name, exchange.upstream, exchange.usage
+        if usage is None and exchange.sent and not exchange.first and exchange.outcome == "client_gone":
+            usage = exchange.usage = guessed(exchange.call.usage, exchange.body.size)  # an engine was at work on it
         replica = upstream.id if upstream is not None else ""
         cells = self._cells.get((model, replica))
         if cells is None:
@@ -112,7 +114,7 @@ class Accounts:
         caller = exchange.caller
         seconds = exchange.ended - began
         self.tally.add(caller.id if caller is not None else "", model, usage, seconds, exchange.status >= 500)
-        grant.settle(time.time(), usage.prompt + usage.completion if usage is not None else 0 if exchange.status >= 400 else None)
+        grant.settle(time.time(), usage.prompt + usage.completion if usage is not None else 0)
         self.log.add(exchange)
 
     def _unusual(self, exchange: Exchange) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from llmgw.router.errors import reason_phrase, says_failed, tells_error
 from llmgw.router.request import Field
 from llmgw.router.upstream import LENGTH
-from llmgw.router.usage import MARKS, TAIL, StreamUsage, Usage, of_body
+from llmgw.router.usage import MARKS, TAIL, TOLD, StreamUsage, Usage, guessed, of_body
 
 MAX_EVENT = 2**20
 # Fields of an engine's answer that end here; the rest goes to the client.
@@ -34,12 +34,12 @@ class Answer:
     @ivar failed: the engine has told an error within its answer, and that is all that the client learns of it.
     """
 
-    __slots__ = ("_held", "_tail", "_usage", "chunked", "events", "failed", "head", "plain", "sse", "status", "torn")
+    __slots__ = ("_held", "_kind", "_tail", "_usage", "chunked", "events", "failed", "head", "plain", "sse", "status", "torn")
 
-    def __init__(self, status: int, fields: list[Field], framing: str, http11: bool, count: bool, hide: bool) -> None:
+    def __init__(self, status: int, fields: list[Field], framing: str, http11: bool, kind: str, hide: bool) -> None:
         """
         @param framing: the engine's (see router/upstream.py).
-        @param count: read the usage.
+        @param kind: of its usage, to be read if there is one (see router/surface.py).
         @param hide: take the usage of a stream out, since the client did not ask.
         """
         self.status = status
@@ -47,12 +47,13 @@ class Answer:
         self.torn = self.failed = False
         self.events = 0
         self._held = b""
-        self._tail: bytes | None = b"" if count and status == 200 else None
+        self._kind = kind
+        self._tail: bytes | None = b"" if kind and status == 200 else None
         self._usage: StreamUsage | None = None
         self.head = self._make_head(fields, framing, http11)
         if self.sse:
             self._tail = None
-            self._usage = StreamUsage(hide) if count else None
+            self._usage = StreamUsage(hide) if kind else None
 
     def _make_head(self, fields: list[Field], framing: str, http11: bool) -> bytes:
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, reason_phrase(self.status))]
@@ -133,15 +134,19 @@ class Answer:
         return self.framed(event) if self.chunked else event
 
     def usage(self, done: bool, unseen: int, prompt_bytes: int) -> Usage | None:
-        """The tokens it took, None where nothing is known.
+        """The tokens it took, as far as known; None if it took none.
 
         @param done: it ended well.
         @param unseen: how many whole events were passed on without L{feed}.
         @param prompt_bytes: the size of the request.
         """
         if self._usage is not None:
-            return self._usage.result(done, self.events + unseen, prompt_bytes)
-        return of_body(self._tail) if self._tail and done else None
+            silent = self._kind == TOLD and not self._usage.seen
+            return None if silent else self._usage.result(done, self.events + unseen, prompt_bytes)
+        if self._tail is None:
+            return None
+        told = of_body(self._tail) if self._tail and done else None
+        return told if told is not None else guessed(self._kind, prompt_bytes, len(self._tail))
 
 
 def last_event_end(data: bytes) -> int:

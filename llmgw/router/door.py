@@ -161,7 +161,7 @@ class Door:
         exchange = Exchange(self, connection, request, call, served, caller, body)
         connection.work = exchange
         try:
-            grant = self._grant(caller, body)
+            grant = self._grant(caller, call, body)
             if body.stream and call.usage == OPENAI:
                 body.ask_usage()
             exchange.start(grant, self._hint(served, request, body))
@@ -170,10 +170,10 @@ class Door:
             raise
         return exchange if connection.work is exchange else None
 
-    def _grant(self, caller: Caller | None, body: Body) -> Grant:
+    def _grant(self, caller: Caller | None, call: Call, body: Body) -> Grant:
         if caller is None or not caller.limited:
             return UNLIMITED
-        grant = caller.allowance.admit(time.time(), estimate(body.size, body.max_tokens()))
+        grant = caller.allowance.admit(time.time(), estimate(call.usage, body.size, body.max_tokens()))
         if isinstance(grant, Limited):
             raise Refusal(429, grant.kind, f"{grant.text}. Try again in {grant.retry_after} s.", retry_after=grant.retry_after)
         return grant

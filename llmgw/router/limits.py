@@ -16,9 +16,9 @@ from typing import NamedTuple
 from llmgw.router import windows
 from llmgw.router.scoreboard import Scoreboard
 from llmgw.router.table import KeyEntry
+from llmgw.router.usage import PROMPT, TOLD, prompt_tokens
 
 ANSWER_TOKENS = 512
-BYTES_PER_TOKEN = 4
 
 
 class Limited(NamedTuple):
@@ -38,11 +38,11 @@ class Grant:
     def __init__(self, allowance: Allowance | None, minute: int, reserved: int) -> None:
         self._allowance, self.minute, self.reserved = allowance, minute, reserved
 
-    def settle(self, now: float, tokens: int | None) -> None:
+    def settle(self, now: float, tokens: int) -> None:
         """The request has ended.
 
         @param now: wall clock.
-        @param tokens: what it used, prompt and answer; None leaves the estimate standing.
+        @param tokens: what it used, prompt and answer.
         """
         allowance, self._allowance = self._allowance, None
         if allowance is not None:
@@ -52,9 +52,15 @@ class Grant:
 UNLIMITED = Grant(None, 0, 0)
 
 
-def estimate(prompt_bytes: int, max_tokens: int | None) -> int:
-    """The tokens to reserve for a request: its prompt by size, its answer by what the caller allows."""
-    return prompt_bytes // BYTES_PER_TOKEN + (ANSWER_TOKENS if max_tokens is None else max(0, max_tokens))
+def estimate(kind: str, prompt_bytes: int, max_tokens: int | None) -> int:
+    """The tokens to reserve for a request: its prompt by size, its answer by what the caller allows.
+
+    @param kind: of its usage (see router/surface.py).
+    """
+    if kind in ("", TOLD):
+        return 0
+    answer = 0 if kind == PROMPT else ANSWER_TOKENS if max_tokens is None else max(0, max_tokens)
+    return prompt_tokens(prompt_bytes) + answer
 
 
 def _divided(limit: int | None, servers: int) -> int:
@@ -127,10 +133,10 @@ class Allowance:
             return Limited("tpd", self.tpd, wait, f"{self._name} has used its {self.tpd} tokens of today (UTC)")
         return None
 
-    def settle(self, grant: Grant, now: float, tokens: int | None) -> None:
+    def settle(self, grant: Grant, now: float, tokens: int) -> None:
         """Called once by L{Grant.settle}."""
         own, row = self._board.own, self._row
-        if tokens is not None and tokens != grant.reserved:
+        if tokens != grant.reserved:
             windows.roll(own, row, int(now // 60))
             windows.add_tokens(own, row, grant.minute, tokens - grant.reserved)
         self._board.leave(row)

@@ -290,7 +290,7 @@ class Exchange:
             return
         self.status = status
         body = self.body
-        self._answer = Answer(status, fields, framing, self.request.http11, bool(self.call.usage), body.hides_usage)
+        self._answer = Answer(status, fields, framing, self.request.http11, self.call.usage, body.hides_usage)
         if not self._answer.chunked and not self._answer.plain:
             self.request.keep_alive = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmgw.router.errors import ANTHROPIC, OPENAI, RESPONSES
+from llmgw.router.usage import PROMPT, TOLD
 
 BODY = "body"
 MULTIPART = "multipart"
@@ -22,7 +23,8 @@ class Call(NamedTuple):
     @ivar path: the engine's path for it, after the endpoint's base.
     @ivar shape: how its errors look.
     @ivar model: where the model's name is: C{body} (JSON), C{multipart} (a form field), C{local} (answered by the router).
-    @ivar usage: the kind of token counts in its answers (see router/usage.py): C{openai}, C{responses}, C{anthropic} or none.
+    @ivar usage: the kind of token counts in its answers (see router/usage.py): C{openai}, C{responses} and C{anthropic} write
+        text, C{prompt} only reads it, C{told} may have used tokens if its answer says so, and an empty one never has.
     """
 
     name: str
@@ -36,21 +38,21 @@ class Call(NamedTuple):
 _V1 = (
     Call("chat", b"/v1/chat/completions", usage="openai"),
     Call("completions", b"/v1/completions", usage="openai"),
-    Call("embeddings", b"/v1/embeddings", usage="openai"),
+    Call("embeddings", b"/v1/embeddings", usage=PROMPT),
     Call("responses", b"/v1/responses", RESPONSES, usage="responses"),
     Call("messages", b"/v1/messages", ANTHROPIC, usage="anthropic"),
     Call("count_tokens", b"/v1/messages/count_tokens", ANTHROPIC),
-    Call("transcriptions", b"/v1/audio/transcriptions", model=MULTIPART),
-    Call("translations", b"/v1/audio/translations", model=MULTIPART),
+    Call("transcriptions", b"/v1/audio/transcriptions", model=MULTIPART, usage=TOLD),
+    Call("translations", b"/v1/audio/translations", model=MULTIPART, usage=TOLD),
     Call("speech", b"/v1/audio/speech"),
-    Call("images", b"/v1/images/generations"),
-    Call("edits", b"/v1/images/edits", model=MULTIPART),
+    Call("images", b"/v1/images/generations", usage=TOLD),
+    Call("edits", b"/v1/images/edits", model=MULTIPART, usage=TOLD),
     Call("models", b"/v1/models", model=LOCAL, method=b"GET"),
 )
 # Engines differ in whether these lie under /v1: each goes out as it came in.
 _BOTH = (
-    Call("rerank", b"/rerank", usage="openai"),
-    Call("score", b"/score", usage="openai"),
+    Call("rerank", b"/rerank", usage=PROMPT),
+    Call("score", b"/score", usage=PROMPT),
     Call("tokenize", b"/tokenize"),
     Call("detokenize", b"/detokenize"),
 )

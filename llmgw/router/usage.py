@@ -9,6 +9,8 @@ What may surprise:
     string (its quotes would be escaped), and hands over only reads that have one, cut at the ends of events.
   - A stream that ends before its usage came (the client left, the engine died) is counted by its events: engines send about
     one token in each. Its prompt is estimated from its size. Such numbers are marked C{exact=False}.
+  - So is an answer that leaves its usage out, and one whose client left before it began: an engine has read the prompt. What
+    is put down here is what limits count, too (router/account.py).
   - Anthropic counts what was read from the cache apart from C{input_tokens}; here C{prompt} is always the whole prompt.
 """
 
@@ -21,9 +23,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-OPENAI, RESPONSES, ANTHROPIC = "openai", "responses", "anthropic"
+OPENAI, RESPONSES, ANTHROPIC, PROMPT, TOLD = "openai", "responses", "anthropic", "prompt", "told"
 MARKS = (b'"usage":{', b'"usage": {')
 BYTES_PER_TOKEN = 4
+LONGEST_PROMPT = 2**17
 TAIL = 65536
 LONGEST_USAGE = 4096
 
@@ -39,6 +42,18 @@ class Usage(NamedTuple):
     cached: int = 0
     completion: int = 0
     exact: bool = True
+
+
+def prompt_tokens(size: int) -> int:
+    """About how many a body of so many bytes has; one of megabytes is mostly a picture or a sound in a text's clothes."""
+    return min(size // BYTES_PER_TOKEN, LONGEST_PROMPT)
+
+
+def guessed(kind: str, prompt_bytes: int, answer_bytes: int = 0) -> Usage | None:
+    """What a request of this kind (see router/surface.py) took whose engine did not say it; None if it takes no tokens."""
+    if kind in ("", TOLD):
+        return None
+    return Usage(prompt_tokens(prompt_bytes), 0, 0 if kind == PROMPT else answer_bytes // BYTES_PER_TOKEN, False)
 
 
 class _Details(Struct):
@@ -158,14 +173,15 @@ class StreamUsage:
     """The usage of one stream, read as it goes by.
 
     @ivar hide: the client did not ask; take the chunk out that has nothing but usage.
+    @ivar seen: it has told something.
     """
 
-    __slots__ = ("_cached", "_completion", "_prompt", "_seen", "hide")
+    __slots__ = ("_cached", "_completion", "_prompt", "hide", "seen")
 
     def __init__(self, hide: bool = False) -> None:
         self.hide = hide
         self._prompt = self._cached = self._completion = 0
-        self._seen = False
+        self.seen = False
 
     def look(self, data: bytes) -> bytes:
         """Read what whole events say of usage.
@@ -200,7 +216,7 @@ class StreamUsage:
         if counts is None:
             return False
         usage = _usage(counts)
-        self._seen = True
+        self.seen = True
         # Counts of later events include those of earlier ones, but may leave parts of them out.
         self._prompt = max(self._prompt, usage.prompt)
         self._cached = max(self._cached, usage.cached)
@@ -214,9 +230,9 @@ class StreamUsage:
         @param events: how many events have gone out, for a stream that did not say its usage.
         @param prompt_bytes: the size of the request's body, for the same case.
         """
-        if self._seen and done:
+        if self.seen and done:
             return Usage(self._prompt, self._cached, self._completion)
-        prompt = self._prompt or prompt_bytes // BYTES_PER_TOKEN
+        prompt = self._prompt or prompt_tokens(prompt_bytes)
         return Usage(prompt, self._cached, max(self._completion, events), False)
 
 

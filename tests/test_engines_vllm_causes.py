@@ -37,7 +37,7 @@ CORE = "(EngineCore pid=7) ERROR 11-30 12:00:00 [core.py:7] "
         (1, CORE + "Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting down executor.", "node", "used an instruction that"),  # noqa: E501
         (1, CORE + "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.", "clean_and_retry", "VllmWorker-0 died (exit code ?)"),  # noqa: E501
         (1, CORE + "RuntimeError: Worker proc VllmWorker-1 died unexpectedly (exit code: -9)", "clean_and_retry", "worker VllmWorker-1"),  # noqa: E501
-        (1, "OSError: [Errno 28] No space left on device", "node", "disk of the node is full"),
+        (1, "OSError: [Errno 28] No space left on device", "disk_full", "disk of the node is full"),
         (1, "  Value error, Unknown quantization method: awqq. Must be one of ['awq', 'fp8']. [type=value_error]", "configuration", "does not know the quantization awqq"),  # noqa: E501
         (1, CORE + "ValueError: Available memory on node 0 (18.4/23.59 GiB) on startup is less than desired CPU memory utilization (0.92, 21.7 GiB). On the CPU backend, the", "configuration", "wants 21.7 GiB of the host's memory, of which 18.4 of 23.59 GiB are free"),  # noqa: E501
         (1, CORE + "ValueError: Available memory on node 0 (18.4/23.59 GiB) on kv cache allocation is less than requested memory for kv (40.0 GiB). Decrease", "configuration", "KV cache of 40.0 GiB does not fit"),  # noqa: E501

@@ -206,6 +206,15 @@ def test_adapters_are_models_on_the_replicas_that_have_them():
     assert [row["labels"]["model"] for row in targets(table)] == ["m", "m"], "its engines are its base's"
 
 
+def test_a_request_for_an_adapter_waits_where_its_model_sleeps():
+    """At zero replicas it wakes the model; where the model serves without the adapter, the caller is told at once."""
+    model = Model("m", profile=evolve(PROFILE, loras=(Lora("tuned", "loras/tuned"),)), replicas=Scale(min=0, max=1))
+    asleep = build(known(models=[model]), None)
+    without = build(known(shard(1, profile=PROFILE), models=[model]), None)
+    waits = [{one.name: one.on_demand for one in table.models} for table in (asleep, without)]
+    assert waits == [{"m": True, "tuned": True}, {"m": True, "tuned": False}]
+
+
 def test_an_adapter_goes_where_it_is_loaded_and_is_to_stay():
     """By what agents say, under the name that the engines know; not where it failed, nor where it is on its way out."""
     tuned = Lora("tuned", "loras/tuned")

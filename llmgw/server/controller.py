@@ -18,6 +18,7 @@ from twisted.logger import Logger
 from twisted.python.failure import Failure
 from zope.interface import implementer
 
+from llmgw.config.catalog import names
 from llmgw.fleet.events import FleetEvent
 from llmgw.fleet.fetch import FetchState
 from llmgw.fleet.model import Model
@@ -311,7 +312,7 @@ class Controller:
         )
 
     def _model(self, name: str) -> Model | None:
-        return self.truth.catalog.get(name)
+        return next((model for model in self.truth.catalog.models if name in names(model)), None)
 
     def _said_of(self, shard: ShardRecord) -> ShardReport | None:
         """What a shard's node says of it, while it says anything."""

@@ -49,6 +49,7 @@ class Demand:
 
     @param steady: seconds on a clock that nobody can set.
     @param counts: the routers'.
+    @param find: the model of that name, or the one that has an adapter of that name.
     @param reports: what a node says of a shard, None if it says nothing now.
     @param news: called when the number of a model has changed.
     @ivar wanted: by model; the catalog's bounds hold.
@@ -79,10 +80,11 @@ class Demand:
         self._watched = {model: _Watch(self._steady()) for model in self.wanted}
 
     def asked(self, name: str) -> None:
-        """A request waits for a model that has no endpoint."""
+        """A request waits for a model that has no endpoint, or for an adapter of it."""
+        model = self._find(name)
+        name = model.name if model is not None else name
         self._watch(name).used = self._steady()
         if self.wanted.get(name, 0) < 1:
-            model = self._find(name)
             if model is not None and wanted(model, {name: 1}) > wanted(model, {}):
                 self._set(model, 1, "a request waits for it")
             else:

@@ -57,7 +57,7 @@ def build(known: Known, before: Table | None) -> Table:
             found += ours + _inherited(known, model.name, before, enough=len(ours) >= max(1, model.replicas.min))
         endpoints += found
         models.append(_model(known, model, found))
-        models += _adapters(known, model, replicas.get(model.name, []), found)
+        models += _adapters(known, models[-1], model, replicas.get(model.name, []), found)
     models += _leftover(known, before, endpoints)
     keys = tuple(_key(record) for record in known.keys.values() if record.revoked is None)
     return Table(epoch=known.epoch, models=tuple(models), endpoints=tuple(endpoints), keys=keys)
@@ -78,8 +78,13 @@ def _model(known: Known, model: Model, found: list[RoutedEndpoint]) -> RoutedMod
     )
 
 
-def _adapters(known: Known, model: Model, replicas: list[Replica], routed: list[RoutedEndpoint]) -> list[RoutedModel]:
-    """The model's LoRA adapters, each on those replicas whose engines have it, and by one name, as engines of one kind do."""
+def _adapters(
+    known: Known, base: RoutedModel, model: Model, replicas: list[Replica], routed: list[RoutedEndpoint]
+) -> list[RoutedModel]:
+    """The model's LoRA adapters, each on those replicas whose engines have it, and by one name, as engines of one kind do.
+
+    A request for one wakes the model.
+    """
     made = []
     for adapter in model.profile.loras if model.profile else ():
         found = {one.id: there for one in replicas if (there := loras.routed(one.shards[0], adapter.name)) is not None}
@@ -88,8 +93,12 @@ def _adapters(known: Known, model: Model, replicas: list[Replica], routed: list[
         ids = [one.id for one in routed if {one.id, replica_of(one.id)} & having]
         without = f"none of its replicas has the adapter {adapter.name} loaded: llmgw status tells why"
         reason = "" if ids else without if routed else _reason(known, model.name)
-        policy = model.routing.policy
-        made.append(RoutedModel(adapter.name, endpoints=tuple(ids), policy=policy, reason=reason, served=served))
+        sleeps = base.on_demand and not routed
+        made.append(
+            RoutedModel(
+                adapter.name, (), tuple(ids), base.policy, reason, max_waiting=base.max_waiting, on_demand=sleeps, served=served
+            )
+        )
     return made
 
 

@@ -187,3 +187,14 @@ def test_what_the_engine_cannot_take_replaces_it(equipped, engine):
     assert fleet.ask("tuned")[0] == 200
     assert "has rank 64, its engine was started for at most 16" in fleet.llmgw("events")
     until(lambda: [one["id"] for one in fleet.shards(engine)] == [f"{engine}/2/0"], "the first has gone")
+
+
+def test_a_request_for_an_adapter_wakes_its_model(equipped, engine):
+    """At zero replicas an adapter's first request waits until an engine runs that has it."""
+    fleet = equipped
+    sleeps = MODEL.format(engine=engine, loras=entries(("tuned", "tuned"))) + "    replicas: {min: 0, max: 1, idle_after: 1s}\n"
+    fleet.write_server(sleeps)
+    fleet.llmgw("apply", "server.yaml")
+    until(lambda: not [one for one in fleet.shards(engine) if one["pid"]], "nothing runs")
+    assert fleet.ask("tuned")[0] == 200
+    assert f"{engine}: wants 1 replica instead of 0: a request waits for it" in fleet.llmgw("events")

@@ -83,6 +83,8 @@ class ShardLaunch:
 
     C{ready} is the path that answers 200 when the engine serves, C{models} the path whose answer must list the served
     name (empty: this engine has none). Both None on a rank that serves no HTTP: ready is then "alive and C{phase} said so".
+    C{probe} is the smallest question that it must answer before it counts as serving: C{completion}, C{embedding} or C{none}; a
+    refusal (4xx) is an answer.
     C{limit} is how many requests the engine runs at once, None unknown. POST to C{sleep} has the engine give most of its memory
     back while nobody uses it, POST to C{wake} has it serve again; both empty where it cannot.
     """
@@ -95,6 +97,7 @@ class ShardLaunch:
     ready: str | None = "/health"
     models: str | None = "/v1/models"
     metrics: str | None = "/metrics"
+    probe: str = "completion"
     limit: int | None = None
     grace: float = 20.0
     key: str = ""

@@ -74,7 +74,8 @@ def test_every_key_of_a_model():
     environment: {A: 1, B: true, C: 0.90, D: ""}
     place: {labels: {pool: a}, fabric: rack3, spread: true}
     start_timeout: 90m
-    health: /healthz"""
+    health: /healthz
+    probe: embedding"""
     ).models
     assert model == Model(
         "org/a:7b",
@@ -92,6 +93,7 @@ def test_every_key_of_a_model():
             Place({"pool": "a"}, "rack3", True),
             5400.0,
             health="/healthz",
+            probe="embedding",
             loras=(Lora("a-lora", "loras/a"),),
         ),
         routing=Routing("round_robin", 8, 0),
@@ -255,6 +257,7 @@ PROFILE = st.builds(
     start_timeout=st.floats(0, 1e9),
     argv=st.lists(TEXTS, max_size=2).map(tuple),
     health=TEXTS,
+    probe=st.sampled_from(("", "completion", "embedding", "none")),
     loras=st.lists(st.builds(Lora, TEXTS, TEXTS), max_size=2).map(tuple),
 )
 MODEL = st.builds(

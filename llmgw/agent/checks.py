@@ -124,6 +124,7 @@ class Checks:
             models=launch.models,
             metrics=launch.metrics,
             limit=launch.limit,
+            probe=order.profile.probe or launch.probe,
             sleep=launch.sleep,
             wake=launch.wake,
             loras=launch.loras,

@@ -18,7 +18,7 @@ from llmgw.agent.output import last_lines, read_output, written
 from llmgw.agent.ports import has_address
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import ProcessId, Tree
-from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline, Stillness
+from llmgw.agent.progress import HUNG_AFTER, QUIET, Health, StartDeadline, Stillness
 from llmgw.agent.shardfolder import AttemptFolder, Intent
 from llmgw.engines.failures import given_up
 from llmgw.fleet.causes import UNKNOWN
@@ -46,6 +46,9 @@ class Watched(Protocol):
 
     def serves(self, reason: str) -> None:
         """It answers for its model."""
+
+    def waits(self, reason: str) -> None:
+        """What it still lacks to be ready."""
 
     def cannot(self, code: str, reason: str, why: Diagnosis | None = None) -> None:
         """It will never be ready, or never again; C{code} is a stable word, C{why} the reason with its cause and what to do."""
@@ -79,6 +82,7 @@ class Observer:
         self._read = 0
         self._rest = b""
         self._obstacle = ""
+        self._refusing: float | None = None
         self._joined = False
         self._memory_at = self._began
         self.phase = ""
@@ -141,8 +145,12 @@ class Observer:
     async def _ask(self) -> None:
         verdict = await self._probe.serving(self._watched.intent, self._pids)
         self._obstacle = verdict.text
+        if not verdict.refuses:
+            self._refusing = None
         if verdict.stolen:
             self._watched.cannot("port_in_use", verdict.text)
+        elif verdict.refuses:
+            self._judge_refusal(verdict.text)
         elif verdict.serves:
             self.conditions = frozenset({"port_unverified"} if verdict.unverified else ())
             # Whoever takes the place of another serves all that it does before that one goes.
@@ -152,6 +160,16 @@ class Observer:
             self._watched.serves(f"it serves after {spent}")
         elif verdict.answered:
             self._watched.phase_seen()
+
+    def _judge_refusal(self, text: str) -> None:
+        """It says that it serves and fails what it is asked. That may pass in the first moments."""
+        self._watched.phase_seen()
+        now = self._reactor.seconds()
+        if self._refusing is None:
+            self._refusing = now
+            self._watched.waits(text)
+        elif now - self._refusing >= min(QUIET, self._watched.intent.order.profile.start_timeout):
+            self._give_up("first_answer", f"it failed every request for {show_duration(now - self._refusing)}: {text}")
 
     def _pids(self) -> list[int]:
         return [process.pid for process in self._watched.tree.members(deep=False)]

@@ -1,8 +1,9 @@
 """Asks an engine over HTTP whether it serves, and how loaded it is.
 
 Surprising: a refused connection and a 503 are both normal for minutes while an engine loads; 200 alone proves nothing, since
-another process may have the port, or another model. So serving means 200, the served name listed, and the port held by one of
-our own processes. Every answer is bounded in time and size.
+another process may have the port, or another model, or the engine may fail every request. So serving means 200, the served name
+listed, the port held by one of our own processes, and an answer to the smallest question. Every answer is bounded in time
+and size.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ from llmgw.agent.shardfolder import Intent
 from llmgw.holders import holder
 
 DEADLINE = 5.0
-DEEP = 6  # times that long a token may take
+DEEP = 6  # times that long a token may take, the first one twice of that
+QUESTIONS: dict[str, tuple[str, dict[str, object]]] = {
+    "completion": ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    "embedding": ("/v1/embeddings", {"input": "a"}),
+}
+NOT_IMPLEMENTED = 501  # llama.cpp, asked for what its model is not for
 BIGGEST = 4 * 2**20
 EXPECTED = (ConnectError, ConnectionDone, ConnectionLost, ResponseFailed, DNSLookupError)
 # What connecting and Agent make of being cancelled, which is how a deadline ends them.
@@ -64,6 +70,7 @@ class Verdict:
     @ivar answered: something on the port speaks HTTP.
     @ivar stolen: the port belongs to somebody else: it never will serve.
     @ivar unverified: it serves, but whose port it is could not be seen.
+    @ivar refuses: it says that it serves, and fails the smallest request.
     """
 
     serves: bool
@@ -71,6 +78,7 @@ class Verdict:
     answered: bool = False
     stolen: bool = False
     unverified: bool = False
+    refuses: bool = False
 
 
 class _Body(Protocol):
@@ -137,22 +145,21 @@ class EngineProbe:
     async def post(self, url: str, key: str, deadline: float, said: bytes = b"{}") -> str:
         """POST JSON to C{url} and wait for it; why that failed, empty if it did not."""
         answer = await self._bounded(self._request(b"POST", url, key, said), deadline)
-        if answer.status == 200:
-            return ""
-        if answer.status == 0:
-            return answer.body.decode(errors="replace")[:200]
-        return f"it answers {answer.status}: {_reason(answer.body)}".removesuffix(": ")
+        return "" if answer.status == 200 else _said(answer)
 
     async def works(self, intent: Intent) -> str:
-        """Why it seems to infer no more, empty if it does: one token is asked for. A refusal of that shows that it thinks."""
-        model = (*intent.order.served, intent.order.model)[0]
-        asked = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
-        request = self._request(b"POST", f"{intent.url}/v1/completions", intent.key, asked)
-        answer = await self._bounded(request, self._deadline * DEEP)
-        if 0 < answer.status < 500:
-            return ""
-        said = answer.body.decode(errors="replace")[:200] if answer.status == 0 else str(answer.status)
-        return f"it has requests and makes no token, and asked for one: {said}"
+        """Why it seems to infer no more, empty if it does."""
+        answer = await self._asked(intent, self._deadline * DEEP)
+        return f"it makes no token, and asked for one: {_said(answer)}" if answer else ""
+
+    async def _asked(self, intent: Intent, patience: float) -> Answer | None:
+        """What it makes of the smallest question, None if it infers: a refusal of one token shows that it thinks."""
+        if intent.probe == "none":
+            return None
+        path, question = QUESTIONS.get(intent.probe, QUESTIONS["completion"])
+        sent = json.dumps({"model": (*intent.order.served, intent.order.model)[0], **question}).encode()
+        answer = await self._bounded(self._request(b"POST", intent.url + path, intent.key, sent), patience)
+        return None if 0 < answer.status < 500 or answer.status == NOT_IMPLEMENTED else answer
 
     async def _bounded(self, request: Coroutine[Any, Any, Answer], deadline: float) -> Answer:
         began = self._reactor.seconds()
@@ -190,8 +197,13 @@ class EngineProbe:
             return Verdict(False, f"port {port} is owned by {holder(port)}, not by this engine", answered=True, stolen=True)
         if answer.status != 200:
             return Verdict(False, f"{intent.ready} answers {answer.status}, not 200", answered=True)
-        missing = await self._missing_name(intent)
-        return Verdict(not missing, missing, answered=True, unverified=ours is None)
+        if missing := await self._missing_name(intent):
+            return Verdict(False, missing, answered=True)
+        # The first token may have kernels compiled for it.
+        if (failed := await self._asked(intent, self._deadline * DEEP * 2)) is not None:
+            text = f"{intent.ready} answers 200, but asked for one token: {_said(failed)}"
+            return Verdict(False, text, answered=True, refuses=failed.status not in (0, 503))
+        return Verdict(True, answered=True, unverified=ours is None)
 
     async def listed(self, intent: Intent) -> list[str] | None:
         """The names that the engine says it serves, None if it does not answer."""
@@ -215,6 +227,12 @@ class EngineProbe:
         if answer.status == 200:
             return ""
         return f"{intent.ready}: {answer.body.decode(errors='replace')[:200] if answer.status == 0 else answer.status}"
+
+
+def _said(answer: Answer) -> str:
+    if answer.status == 0:
+        return answer.body.decode(errors="replace")[:200]
+    return f"it answers {answer.status}: {_reason(answer.body)}".removesuffix(": ")
 
 
 def _reason(body: bytes) -> str:

@@ -60,6 +60,7 @@ class Intent:
     models: str | None = None
     metrics: str | None = None
     limit: int | None = None
+    probe: str = ""
     sleep: str = ""
     wake: str = ""
     loras: LoraDoor = LoraDoor()

@@ -194,6 +194,7 @@ _PROFILE = section(
     start_timeout=duration(),
     argv=list_of(argument_word, 1),
     health=text,
+    probe=one_of("completion", "embedding", "none"),
 )
 _ENDPOINT = section(StaticEndpoint, ("url",), url=url, model=text, key_file=_key_file, share=integer(0, 1_000_000))
 _ROUTING = section(

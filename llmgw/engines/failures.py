@@ -218,6 +218,10 @@ _SLOW_WEIGHTS = (
 )
 _GIVEN_UP = {
     "start_timeout": (RETRY, "Raise `start_timeout` if it is only slow; else see what it waits for: `llmgw logs SHARD`."),
+    "first_answer": (
+        RETRY,
+        "Read its output: `llmgw logs SHARD`. If it cannot be asked for a token at all, say so: `probe: none` in its profile.",
+    ),
     "hung": (
         CLEAN,
         "All of it is ended and it is started anew. If that repeats, look for a GPU error (Xid) and try another engine version.",

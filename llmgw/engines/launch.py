@@ -268,6 +268,14 @@ def placeholder_problems(words: Sequence[str], known: Collection[str]) -> list[P
     return problems
 
 
+def first_question(profile: Profile) -> str:
+    """The probe (see L{ShardLaunch}) that suits an engine: an embedding where its arguments say that it makes those."""
+    words = {name.replace("_", "-"): value for name, value in profile.arguments.items()}
+    embeds = any(words.get(name) is True for name in ("embeddings", "embedding", "is-embedding"))
+    embeds = embeds or words.get("runner") == "pooling" or "embed" in (words.get("convert"), words.get("task"))
+    return "embedding" if embeds else "completion"
+
+
 def visible_devices(allocation: Allocation) -> dict[str, str]:
     """The shard's devices, and no other; none where it has none.
 

@@ -18,6 +18,7 @@ from llmgw.engines.failures import failure
 from llmgw.engines.launch import (
     commas,
     environment_problems,
+    first_question,
     help_flags,
     http_url,
     long_options,
@@ -251,6 +252,7 @@ class LlamaCpp:
             defaults={"LLAMA_ARG_SSE_PING_INTERVAL": "1", "LLAMA_ARG_OFFLINE": "1"}
             | ({"LLAMA_ARG_FIT": "off"} if profile.context else {}),
             url=http_url(allocation.address, port),
+            probe=first_question(profile),
             limit=slots(profile),
             grace=5.0,
             key=key,

@@ -22,7 +22,7 @@ from zope.interface import implementer
 
 from llmgw.engines import lora, metrics, sglang_checks
 from llmgw.engines.case import version_of
-from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, visible_devices, whole, words
+from llmgw.engines.launch import first_question, help_flags, http_url, joined, long_options, option, visible_devices, whole, words
 from llmgw.engines.sglang_failures import FAILURES, GUESSES
 from llmgw.engines.sglang_memory import OVERHEAD, estimate
 from llmgw.engines.torch_engine import Milestones, TorchEngine, told_share, torch_defaults, weights_words
@@ -146,6 +146,7 @@ class Sglang(TorchEngine):
             ready=_ready(installation) if serves else None,
             models="/v1/models" if serves else None,
             metrics="/metrics" if serves else None,
+            probe=first_question(profile),
             limit=whole(profile.arguments.get("max-running-requests")),
             key=key,
             sleep="/release_memory_occupation" if _sleeps(profile, allocation) else "",

@@ -16,7 +16,7 @@ from twisted.plugin import IPlugin
 from zope.interface import implementer
 
 from llmgw.engines import lora, metrics, vllm_checks, vllm_fit
-from llmgw.engines.launch import help_flags, http_url, joined, long_options, option, visible_devices, whole, words
+from llmgw.engines.launch import first_question, help_flags, http_url, joined, long_options, option, visible_devices, whole, words
 from llmgw.engines.torch_engine import Milestones, TorchEngine, told_share, torch_defaults, weights_words
 from llmgw.engines.vllm_failures import FAILURES, GUESSES
 from llmgw.engines.vllm_memory import DEFAULT_SHARE, SPACE, estimate, host_cache
@@ -121,6 +121,7 @@ class Vllm(TorchEngine):
             ready="/health" if serves else None,
             models="/v1/models" if serves else None,
             metrics="/metrics" if serves else None,
+            probe=first_question(profile),
             limit=whole(profile.arguments.get("max-num-seqs")),
             grace=SHUTDOWN + 10.0,
             key=key,

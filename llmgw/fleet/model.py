@@ -73,7 +73,10 @@ class Lora:
 
 @frozen
 class Profile:
-    """How one replica of a model is run. C{engine} is an installation's name on the node, not an adapter's."""
+    """How one replica of a model is run. C{engine} is an installation's name on the node, not an adapter's.
+
+    @ivar probe: what its engine is asked before it counts as ready, see L{llmgw.interfaces.ShardLaunch}; empty: by its adapter.
+    """
 
     engine: str
     weights: str | None = None
@@ -87,11 +90,14 @@ class Profile:
     start_timeout: float = 1800.0
     argv: tuple[str, ...] = ()
     health: str = "/health"
+    probe: str = ""
     loras: tuple[Lora, ...] = ()
 
     def generation(self, model: str) -> str:
         """12 hex digits that change exactly when an engine started for C{model} with this profile would differ."""
-        same = evolve(self, place=Place(), start_timeout=0.0, loras=(), resources=evolve(self.resources, host_memory=None))
+        same = evolve(
+            self, place=Place(), start_timeout=0.0, probe="", loras=(), resources=evolve(self.resources, host_memory=None)
+        )
         parts = asdict(same, filter=_given)
         text = json.dumps([model, parts], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,1 @@
+An engine is ready only when it has answered a request: one token, or an embedding where it makes those (`probe` in a profile changes it). One that says that it is well and fails every request has failed to start after a minute, so a rollout of it goes back.

@@ -1,0 +1,94 @@
+"""An engine that says that it is well and fails what it is asked: not ready, looked into later, and never taken for busy."""
+
+from __future__ import annotations
+
+import http.client
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_twisted
+from attrs import evolve
+
+from llmgw.fleet.shard import ShardState
+from tests.agent_rig import FAKE, Rig, order, script, settle, until
+
+# Healthy, and answers a POST to PATH with 200, all others with STATUS.
+ENGINE = """
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *_): pass
+    def do_GET(self): self.tell(200)
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.tell(200 if self.path == "PATH" else STATUS)
+    def tell(self, status):
+        self.send_response(status)
+        self.send_header("content-length", "0")
+        self.end_headers()
+ThreadingHTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+
+
+def engine(status: int, path: str = "") -> tuple[str, ...]:
+    return script(ENGINE.replace("STATUS", str(status)).replace("PATH", path))
+
+
+@pytest.fixture
+def rig(reactor, tmp_path):
+    found = Rig(reactor, tmp_path)
+    yield found
+    found.close()
+    settle(reactor)
+
+
+def tell(shard, path: str) -> None:
+    """POST to the fake engine."""
+    where = urlsplit(shard.intent.url)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=10)
+    connection.request("POST", path, "{}", {"authorization": f"Bearer {shard.intent.key}"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def probing(wanted, probe: str):
+    return evolve(wanted, profile=evolve(wanted.profile, probe=probe))
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_engine_that_fails_every_request_is_never_ready(rig):
+    """Its health path answers 200 and its requests 500: it loads, says why, and has failed when that lasts."""
+    shard = rig.start(order([*FAKE, "--health-lies"], timeout=1.5))
+    await until(rig.reactor, lambda: "asked for one token: it answers 500: told to fail" in shard.reason, "said why")
+    assert shard.state is ShardState.LOADING
+    await rig.reach(shard, ShardState.FAILED)
+    assert shard.code == "first_answer" and "failed every request for" in shard.reason
+    assert not any(told.report.state is ShardState.READY for told in rig.told)
+    assert "probe: none" in shard.report().diagnosis.advice
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 501])
+@pytest_twisted.ensureDeferred
+async def test_a_refusal_of_a_completion_is_an_answer(rig, status):
+    """What makes no completions refuses them, and thinks: a reranker, a transcriber, llama.cpp for embeddings."""
+    shard = rig.start(order(engine(status)))
+    await rig.reach(shard, ShardState.READY)
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_engine_may_be_asked_for_an_embedding_or_for_nothing(rig):
+    """As its profile says, where it would fail a completion."""
+    embeds = rig.start(probing(order(engine(500, "/v1/embeddings"), shard="e/1/0"), "embedding"))
+    unasked = rig.start(probing(order(engine(500), shard="n/1/0"), "none"))
+    await rig.reach(embeds, ShardState.READY)
+    await rig.reach(unasked, ShardState.READY)
+    assert await rig.around.probe.works(unasked.intent) == ""
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_first_token_may_take_longer_than_other_answers(rig):
+    """It is waited for, and nothing else is asked meanwhile."""
+    rig.around.probe._deadline = 0.2
+    shard = rig.start(order([*FAKE, "--first-token", "1"]))
+    await rig.reach(shard, ShardState.READY)

@@ -89,7 +89,7 @@ def test_replicas_that_are_gone_are_forgotten():
     for replica in ("m/1", "m/2", ""):
         metrics.requests.cell("m", replica, "200", "least")[0] += 1
     metrics.tokens.cell("m", "prompt")[0] += 1
-    metrics.forget({"m/2"})
+    metrics.forget("replica", {"m/2"})
     assert sorted(values[1] for values in metrics.requests.series) == ["", "m/2"]
     assert metrics.tokens.series
 

@@ -20,7 +20,6 @@ from twisted.logger import Logger
 from llmgw.router.proxies import Proxies
 
 if TYPE_CHECKING:
-    from llmgw.router.errors import Refusal
     from llmgw.router.relay import Exchange
     from llmgw.router.request import Request
 
@@ -75,20 +74,27 @@ class AccessLog:
         """A request that went to an engine, or was to, has ended."""
         self._ended.append(exchange)
 
-    def refused(self, peer: str, request: Request, refusal: Refusal, id: bytes) -> None:
-        """A request was refused by the router itself."""
-        if self.path is not None:
-            self._rows.append(
-                {
-                    "time": self._wall(),
-                    "id": id[:LONGEST].decode("latin-1"),
-                    "client": self.proxies.client(peer, request.ours.get(b"x-forwarded-for", b"")),
-                    "path": request.path[:LONGEST].decode("latin-1"),
-                    "status": refusal.status,
-                    "outcome": "refused",
-                    "reason": refusal.code,
-                }
-            )
+    def answered(self, peer: str, request: Request, status: int, outcome: str, reason: str = "") -> None:
+        """The router has answered a request by itself, or refused it."""
+        if self.path is None:
+            return
+        now, caller = self._monotonic(), request.context
+        self._rows.append(
+            {
+                "time": self._wall() - (now - request.began),
+                "id": request.id.decode(),
+                "client_id": request.ours.get(b"x-request-id", b"")[:LONGEST].decode("latin-1"),
+                "client": self.proxies.client(peer, request.ours.get(b"x-forwarded-for", b"")),
+                "key": caller.id if caller is not None else "",
+                "call": request.call.name if request.call is not None else "",
+                "model": request.model,
+                "path": request.path[:LONGEST].decode("latin-1"),
+                "status": status,
+                "outcome": outcome,
+                "reason": reason,
+                "duration_ms": round((now - request.began) * 1000, 2),
+            }
+        )
 
     def flush(self) -> None:
         """Hand what has been gathered to the writing thread, unless it is still busy."""

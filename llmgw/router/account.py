@@ -68,13 +68,14 @@ class Accounts:
         """An endpoint is left alone from now on (C{open}), or no longer (C{closed})."""
         self.metrics.breaker_changes.cell(served.name, upstream.id, to)[0] += 1
 
-    def refused(self, peer: str, request: Request, refusal: Refusal, id: bytes) -> None:
+    def refused(self, peer: str, request: Request, refusal: Refusal) -> None:
         """A request was refused by the router itself."""
         if refusal.code in _LIMITS:
-            self.metrics.limited.cell(refusal.code)[0] += 1
+            key = request.context.id if request.context is not None else ""
+            self.metrics.limited.cell(refusal.code, request.model, key)[0] += 1
         if not request.logged:
-            self.metrics.requests.cell("", "", str(refusal.status), refusal.code)[0] += 1
-            self.log.refused(peer, request, refusal, id)
+            self.metrics.requests.cell(request.model, "", str(refusal.status), refusal.code)[0] += 1
+            self.log.answered(peer, request, refusal.status, "refused", refusal.code)
 
     # When it has ended.
 
@@ -157,7 +158,8 @@ class Accounts:
         self._new[0], self._reused[0] = shared.connections
         return metrics.text()
 
-    def forget(self, replicas: set[str]) -> None:
-        """A new table: drop the series of replicas that are no longer in it."""
-        self.metrics.forget(replicas)
+    def forget(self, replicas: set[str], keys: set[str]) -> None:
+        """A new table: drop the series of replicas and keys that are no longer in it."""
+        self.metrics.forget("replica", replicas)
+        self.metrics.forget("key", keys)
         self._cells = {key: cells for key, cells in self._cells.items() if key[1] in replicas or not key[1]}

@@ -103,9 +103,9 @@ class Door:
             allowed = call.method.decode()
             raise Refusal(405, "method_not_allowed", f"{call.path.decode()} is called with {allowed}.", allow=allowed)
         if call.path not in (b"/health", b"/ready"):
-            request.context = self._caller(connection, request)
+            self._identify(connection, request)
 
-    def _caller(self, connection: ServerConnection, request: Request) -> Caller | None:
+    def _identify(self, connection: ServerConnection, request: Request) -> None:
         authorization, bare = request.ours.get(b"authorization", b""), request.ours.get(b"x-api-key", b"")
         known = connection.known
         if known is not None and known[:3] == (authorization, bare, self.routes):
@@ -115,6 +115,7 @@ class Door:
             caller = self.routes.caller(hashlib.sha256(token).hexdigest()) if token else None
             if caller is not None:
                 connection.known = (authorization, bare, self.routes, caller)
+        request.context = caller
         if caller is not None:
             if caller.ends is not None and caller.ends < time.time():
                 how = "was replaced by a new secret, and this one" if caller.replaced else ""
@@ -124,7 +125,6 @@ class Door:
             if not authorization and not bare:
                 raise Refusal(401, "key_missing", "An API key is needed: send `Authorization: Bearer KEY`.")
             raise Refusal(401, "invalid_api_key", "This API key is not known here, or it has been revoked.")
-        return caller
 
     def shape(self, request: Request) -> str:
         """How errors of this request look."""
@@ -132,9 +132,14 @@ class Door:
 
     def refused(self, connection: ServerConnection, request: Request, refusal: Refusal) -> list[Field]:
         """Count it; its answer carries its id."""
-        id = request.ours.get(b"x-request-id") or self.next_id()
-        self.accounts.refused(connection.peer, request, refusal, id)
-        return [(b"x-request-id", id)]
+        id = self._named(request)
+        self.accounts.refused(connection.peer, request, refusal)
+        return [id]
+
+    def _named(self, request: Request) -> Field:
+        """The id by which the client knows a request that we answer ourselves."""
+        request.id = request.id or self.next_id()
+        return b"x-request-id", request.ours.get(b"x-request-id") or request.id
 
     def begin(self, connection: ServerConnection, request: Request) -> Work | None:
         """Serve a request whose head has been found good."""
@@ -157,8 +162,9 @@ class Door:
 
     def _serve(self, connection: ServerConnection, request: Request, call: Call, body: Body) -> Exchange | None:
         caller: Caller | None = request.context
-        served = self._model(body.model, caller)
+        served = self._model(request, body.model)
         exchange = Exchange(self, connection, request, call, served, caller, body)
+        request.id = exchange.answer_id
         connection.work = exchange
         try:
             grant = self._grant(caller, call, body)
@@ -188,16 +194,16 @@ class Door:
         text, before = body.prompt()
         return served.hints.look(text, before, session)
 
-    def _model(self, name: str, caller: Caller | None) -> Served:
-        routes = self.routes
+    def _model(self, request: Request, name: str) -> Served:
+        routes, caller = self.routes, request.context
         served = routes.models.get(name)
         if served is None:
             if not routes.table.version:
                 raise Refusal(503, "starting", "The router has no routing table yet.", retry_after=2)
             raise Refusal(404, "model_not_found", f"There is no model {name[:200]!r} here.", param="model")
+        request.model = served.name
         allowed = caller.entry.models if caller is not None else ()
         if allowed and served.name not in allowed:
-            assert caller is not None
             text = f"The API key {caller.entry.name or caller.id} may not use {name}."
             raise Refusal(403, "model_not_allowed", text, param="model")
         return served if served.upstreams else self._instead(served, allowed)
@@ -252,7 +258,9 @@ class Door:
             self._ready(connection, request)
         else:
             body = self._models(request) if call.name == "models" else self._one_model(request)
-            connection.reply(request, 200, [*_JSON, (b"x-request-id", self.next_id())], _encode(body))
+            id = self._named(request)
+            self.accounts.log.answered(connection.peer, request, 200, "done")
+            connection.reply(request, 200, [*_JSON, id], _encode(body))
 
     def _ready(self, connection: ServerConnection, request: Request) -> None:
         if not self.routes.table.version:

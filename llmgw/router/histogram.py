@@ -3,9 +3,9 @@
 A series is a list of numbers that the hot path holds on to and adds to in place (C{cell[0] += 1}, L{observe}); no lock, no
 object per observation. Each worker has its own L{Metrics}; L{add_up} sums the workers' texts into the one that is scraped.
 
-The names are a contract with dashboards: all of them are declared in L{Metrics}. Labels are models, replicas and words from
-fixed lists, never anything that a caller may choose; a family that grows beyond L{MOST} series counts further ones as
-C{other}, and L{Metrics.forget} drops those of replicas that are gone.
+The names are a contract with dashboards: all of them are declared in L{Metrics}. Labels are models, replicas, keys and words
+from fixed lists, never anything that a caller may choose; a family that grows beyond L{MOST} series counts further ones as
+C{other}, and L{Metrics.forget} drops those of what is gone.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Metrics:
         self.connections = self._new("engine_connections_total", "counter", "Connections used: new, reused, stale.", ("kind",))
         self.limited = self._new("limited_total", "counter",
                                  "Requests refused: rpm, tpm, tpd, concurrency, queue_full, queue_timeout.",
-                                 ("kind",))  # fmt: skip
+                                 ("kind", "model", "key"))  # fmt: skip
         self.lag = self._new("loop_lag_seconds", "gauge", "How late the event loop's timer last fired, worst worker.")
         self.version = self._new("routing_version", "gauge", "The routing table in force.")
 
@@ -144,14 +144,13 @@ class Metrics:
         """All of them, in the order of their declaration."""
         return [value for value in vars(self).values() if isinstance(value, Family)]
 
-    def forget(self, replicas: Collection[str]) -> None:
-        """Keep only series of these replicas. Who holds a series that is dropped adds to it in vain, which is harmless."""
+    def forget(self, label: str, known: Collection[str]) -> None:
+        """Keep only series in which this label is one of C{known}, or empty. Who holds a series that is dropped adds to it in
+        vain, which is harmless."""
         for family in self.families:
-            if "replica" in family.labels:
-                at = family.labels.index("replica")
-                for values in [
-                    values for values in family.series if values[at] not in replicas and values[at] not in ("", OTHER)
-                ]:
+            if label in family.labels:
+                at = family.labels.index(label)
+                for values in [values for values in family.series if values[at] not in known and values[at] not in ("", OTHER)]:
                     del family.series[values]
 
     def text(self) -> str:

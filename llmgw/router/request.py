@@ -28,13 +28,16 @@ class Request:
     """One request as parsed. C{fields} are those that may be passed on; C{ours} holds the rest, by lower-case name.
 
     @ivar refusal: it was refused on the strength of its head alone; the body is not kept.
+    @ivar id: ours, which no other request has; empty until it is answered or sent.
+    @ivar context: whose key it has.
+    @ivar model: the name of the model it is for, once that is known.
     @ivar logged: it is in the access log already.
     @ivar began: monotonic time at which its first byte was here.
     """
 
     __slots__ = (
-        "began", "call", "context", "expects", "fields", "http11", "keep_alive", "length", "logged", "method", "ours", "path",
-        "query", "refusal", "spool",
+        "began", "call", "context", "expects", "fields", "http11", "id", "keep_alive", "length", "logged", "method", "model",
+        "ours", "path", "query", "refusal", "spool",
     )  # fmt: skip
 
     def __init__(self, began: float) -> None:
@@ -52,6 +55,8 @@ class Request:
         self.refusal: Refusal | None = None
         self.call: Call | None = None
         self.context: Any = None
+        self.id = b""
+        self.model = ""
         self.logged = False
 
     def body(self) -> Whole:

@@ -182,7 +182,7 @@ class Worker:
                 )
                 return
             self.door.use(routes)
-            self.accounts.forget({one.id for one in table.endpoints})
+            self.accounts.forget({one.id for one in table.endpoints}, {one.id for one in table.keys})
             self.board.acknowledge(table.version)
             self.access.path = Path(table.access_log) if table.access_log else None
             self.access.proxies = proxies

@@ -110,6 +110,19 @@ def test_who_leaves_the_line_is_charged_nothing(rig):
         assert rig.post(body=body)[0] == 200
 
 
+@pytest.mark.parametrize("second, total", [({}, 2), ({"rpm": 4}, 4), ({"rpm": 1}, 2), ({"tpd": 10**9}, 2)])
+def test_limits_of_a_team_hold_for_all_its_keys(rig, second, total):
+    """The largest that any of its keys was given, for the sum over all of them, also where one was given none."""
+    team = f"q{second}"
+    keys = (KeyEntry("one", key_digest(KEY), team=team, rpm=2), KeyEntry("two", key_digest("sk-two"), team=team, **second))
+    with ScriptedEngine(plain) as engine:
+        rig.use(engine, keys=keys)
+        statuses = [rig.post(key=key)[0] for key in ("sk-two", KEY) * 3]
+        rig.use(engine, keys=(*keys, KeyEntry("three", key_digest("sk-three"), rpm=9)))
+        assert rig.post(key="sk-three")[0] == 200, "who is in no team is not counted with it"
+    assert statuses == [200] * total + [429] * (6 - total)
+
+
 @pytest.mark.parametrize("path, charged", [("/v1/chat/completions", 1000), ("/v1/embeddings", 0)])
 def test_answer_without_usage_counts_by_size(rig, path, charged):
     """An engine that says nothing of usage: what is written down is what the limit counts, and no reservation stays."""

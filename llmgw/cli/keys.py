@@ -17,7 +17,9 @@ def key_command() -> None:
 
 @key_command.command(name="create")
 @click.argument("name")
-@click.option("--team", metavar="T", help="Whose it is.")
+@click.option(
+    "--team", metavar="T", help="Whose it is. The largest limits given to any of a team's keys hold for all of them together."
+)
 @click.option("--model", "models", multiple=True, metavar="MODEL", help="It may use only this model; repeat for several.")
 @click.option("--rpm", type=click.IntRange(1), metavar="N", help="Requests per minute.")
 @click.option("--tpm", type=click.IntRange(1), metavar="N", help="Tokens per minute.")

@@ -2,7 +2,8 @@
 
 Requests are counted when they are let in; one that is refused uses nothing. Tokens are not known before the end, so an
 estimate is reserved and the truth settled afterwards: fifty requests at once against a budget for ten let ten in. A stream
-that has begun is never cut by a limit. Keys of a team count in the team's row, each held to its own numbers.
+that has begun is never cut by a limit. Keys of a team count in the team's row, and
+each limit of the team is the largest that any of its keys was given: it holds for their sum, and for those without a number.
 
 Several servers divide the limits among them. A request larger than the whole limit is let in when nothing else has been
 used, since otherwise it never would be.
@@ -13,12 +14,15 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from llmgw.router import windows
 from llmgw.router.scoreboard import Scoreboard
 from llmgw.router.table import KeyEntry
 from llmgw.router.usage import PROMPT, TOLD, prompt_tokens
 
 ANSWER_TOKENS = 512
+_LIMITS = ("rpm", "tpm", "tpd", "concurrency")
 
 
 class Limited(NamedTuple):
@@ -68,7 +72,7 @@ def _divided(limit: int | None, servers: int) -> int:
 
 
 class Allowance:
-    """One key's limits, bound to its row. Made when a table is read; costs nothing for a key without limits."""
+    """The limits of one key, or of its team, bound to their row. Made when a key is first used; costs nothing without limits."""
 
     __slots__ = ("_board", "_limited", "_name", "_row", "concurrency", "rpm", "tpd", "tpm")
 
@@ -153,9 +157,17 @@ class Allowance:
         )
 
 
+def widest(team: KeyEntry | None, key: KeyEntry) -> KeyEntry:
+    """The limits of a team, of which one more key is known now, in the fields of an entry."""
+    if team is None:
+        return key
+    both = {name: (getattr(team, name), getattr(key, name)) for name in _LIMITS}
+    return replace(team, **{name: max((one for one in two if one is not None), default=None) for name, two in both.items()})
+
+
 def is_limited(key: KeyEntry) -> bool:
     """Whether a key has any limit; only then it has a row."""
-    return any(limit is not None for limit in (key.rpm, key.tpm, key.tpd, key.concurrency))
+    return any(getattr(key, name) is not None for name in _LIMITS)
 
 
 def row_name(key: KeyEntry) -> str:

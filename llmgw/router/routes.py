@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from llmgw.router.admission import Line, WaitingRoom
 from llmgw.router.choose import Group
-from llmgw.router.limits import Allowance, is_limited
+from llmgw.router.limits import Allowance, is_limited, widest
 from llmgw.router.prefixes import Hints, Prefixes
 from llmgw.router.scoreboard import Scoreboard
 from llmgw.router.table import AT_ONCE, KeyEntry, RoutedModel, Table
@@ -75,14 +75,14 @@ class Caller:
 
     __slots__ = ("allowance", "ends", "entry", "high", "id", "limited", "replaced")
 
-    def __init__(self, entry: KeyEntry, board: Scoreboard, servers: int, until: float | None = None) -> None:
+    def __init__(self, entry: KeyEntry, limits: KeyEntry, board: Scoreboard, servers: int, until: float | None) -> None:
         self.entry = entry
         self.id = entry.id
         self.replaced = until is not None
         self.ends = min((end for end in (entry.expires, until) if end is not None), default=None)
         self.high = entry.priority > 0
-        self.limited = is_limited(entry)
-        self.allowance = Allowance(entry, board, servers)
+        self.limited = is_limited(limits)
+        self.allowance = Allowance(limits, board, servers)
 
 
 class Routes:
@@ -93,6 +93,7 @@ class Routes:
         self._board = board
         self._keys: dict[str, tuple[KeyEntry, float | None]] = {}
         self._callers: dict[str, Caller] = {}
+        self._teams: dict[str, KeyEntry] = {}
         self.upstreams: dict[str, Upstream] = {}
         self.models: dict[str, Served] = {}
         self._gone: list[Upstream | Line] = []
@@ -104,6 +105,8 @@ class Routes:
         for start in range(0, len(table.keys), AT_ONCE):
             for key in table.keys[start : start + AT_ONCE]:
                 made._keys.setdefault(key.digest, (key, None))
+                if key.team:
+                    made._teams[key.team] = widest(made._teams.get(key.team), key)
                 for digest, until in key.old:
                     made._keys[digest] = key, until
             yield
@@ -156,7 +159,8 @@ class Routes:
             entry = self._keys.get(digest)
             if entry is None:
                 return None
-            found = self._callers[digest] = Caller(entry[0], self._board, self.table.servers, entry[1])
+            limits = self._teams.get(entry[0].team, entry[0])
+            found = self._callers[digest] = Caller(entry[0], limits, self._board, self.table.servers, entry[1])
         return found
 
     def names(self, caller: Caller | None) -> list[RoutedModel]:

@@ -84,7 +84,7 @@ class KeyEntry(Struct, frozen=True, omit_defaults=True, gc=False):
 
     @ivar digest: hex SHA-256 of the whole key as the caller sends it.
     @ivar models: names it may use (a name covers its aliases); empty allows all.
-    @ivar team: limits are shared by all keys of a team where it is not empty.
+    @ivar team: limits are shared by all keys of a team where it is not empty: the largest that any of them has is the team's.
     @ivar priority: above 0 is the high class: served first where requests wait.
     @ivar expires: wall clock, seconds since 1970.
     @ivar old: digests of secrets that were replaced, each with the wall clock until which it is good.

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from llmgw.router.table import RoutedModel
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
-from tests.router_rig import KEY, OK, Rig, plain
+from tests.router_rig import DONE, EVENTS, KEY, OK, Rig, plain, request_bytes
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -225,3 +225,29 @@ def test_openai_client_images(rig):
         assert client.images.edit(model="m", image=("a.png", b"\x89PNG"), prompt="a fox").data[0].b64_json == picture
         assert engine.requests[0].json["model"] == "painter"
         assert b'name="model"\r\n\r\npainter\r\n' in engine.requests[1].body
+
+
+def test_times_are_counted_from_the_whole_request(rig):
+    """A slow upload is nobody's wait in line, nor an engine's time to its first token; it is part of the duration."""
+
+    def script(talk):
+        while request := talk.request():
+            talk.stream(*EVENTS, DONE) if request.json.get("stream") else talk.answer(OK)
+
+    with ScriptedEngine(script) as engine:
+        rig.use(engine)
+        before = rig.scrape()
+        for number, body in enumerate((b'{"model":"m","stream":true}', b'{"model":"m"}')):
+            whole = request_bytes(body, fields=b"X-Request-Id: slow-%d\r\n" % number)
+            with rig.client() as raw:
+                raw.send(whole[:-5])
+                assert not raw.readable(0.5)
+                raw.send(whole[-5:])
+                assert raw.answer()[0] == 200
+        after = rig.scrape()
+    rows = [rig.log(client_id=f"slow-{number}")[0] for number in range(2)]
+    assert [row["queue_ms"] for row in rows] == [0.0, 0.0]
+    assert 0 < rows[0]["ttft_ms"] < rows[0]["duration_ms"] - 490
+    assert rows[1]["ttft_ms"] is None
+    for name in ('llmgw_queue_wait_seconds_sum{model="m"}', "llmgw_router_overhead_seconds_sum"):
+        assert after[name] - before.get(name, 0) < 0.4

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import pytest_twisted
@@ -13,12 +16,13 @@ from msgspec.structs import replace
 from twisted.internet.threads import deferToThread
 
 from llmgw.router.admission import WaitingRoom
+from llmgw.router.breaker import FAILURES
 from llmgw.router.prefixes import Prefixes
 from llmgw.router.routes import Routes, Shared
-from llmgw.router.scoreboard import Scoreboard
+from llmgw.router.scoreboard import WAITING, Scoreboard
 from llmgw.router.table import KeyEntry, RoutedModel, Table, endpoint, key_digest, table_steps, write_table
 from llmgw.testing.scripted_engine import ScriptedEngine
-from tests.router_rig import KEY, Rig, plain, until
+from tests.router_rig import KEY, OK, Rig, idle, plain, until
 from tests.test_router_workers import Load, ask, engine, state, table, when, workers  # noqa: F401
 
 
@@ -38,6 +42,94 @@ def test_fallback_to_another_model(rig):
         assert rig.post(body={"model": "asleep", "messages": []})[0] == 200
         assert backend.requests[-1].json["model"] == "m"
         assert until(lambda: [m for m in rig.heard if m["type"] == "demand" and m["model"] == "asleep"]), "woken nevertheless"
+
+
+def dead():
+    """An address where nobody listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{one.getsockname()[1]}"
+
+
+def fallbacks(rig, *urls, static=False, **models):
+    """Route each of these models: to the number of an address, with its fallbacks."""
+    table = rig.use(*urls)
+    entries = tuple(RoutedModel(name, endpoints=(table.endpoints[number].id,), fallbacks=others)
+                    for name, (number, *others) in models.items())  # fmt: skip
+    rig.version += 1
+    endpoints = tuple(replace(one, static=static) for one in table.endpoints)
+    rig.publish(replace(table, version=rig.version, models=entries, endpoints=endpoints))
+
+
+def test_fallback_when_the_endpoints_do_not_answer(rig):
+    """No request fails that another model can answer: neither those that find the endpoint dead nor those after it is known to
+    be. The log, the metrics and the answer say who answered. When the endpoint is back, it is used again."""
+    with ScriptedEngine(plain) as backend:
+        gone = dead()
+        fallbacks(rig, gone, backend, static=True, main=(0, "m"), m=(1,))
+        for _ in range(FAILURES + 3):
+            status, headers, _ = rig.post(body={"model": "main"})
+            assert (status, headers["x-llmgw-replica"], headers["x-llmgw-fallback"]) == (200, "m/1", "m")
+        assert "x-llmgw-fallback" not in rig.post(body={"model": "m"})[1]
+        rows = rig.log(FAILURES + 3, asked="main")
+        assert {(row["model"], row["replica"], row["outcome"]) for row in rows} == {("m", "m/1", "done")}
+        assert [row["retries"] for row in rows] == [1] * FAILURES + [0] * 3
+        assert rig.log(model="m", asked=None)
+        assert rig.scrape()['llmgw_fallbacks_total{asked="main",model="m"}'] == FAILURES + 3
+        with ScriptedEngine(plain, listening=socket.create_server(("127.0.0.1", int(gone.rpartition(":")[2])))) as back:
+            until(lambda: "x-llmgw-fallback" not in rig.post(body={"model": "main"})[1], 20, "used again")
+            assert back.requests
+    idle(rig)
+
+
+def test_fallback_to_the_first_that_is_usable(rig):
+    """Of several the first one that is not broken as well; if none is, the caller hears why."""
+    with ScriptedEngine(plain) as backend:
+        fallbacks(rig, dead(), dead(), backend, main=(0, "second", "m"), second=(1,), m=(2,))
+        for _ in range(FAILURES + 1):
+            assert rig.post(body={"model": "main"})[1]["x-llmgw-fallback"] == "m"
+        assert rig.post(body={"model": "second"})[1]["x-llmgw-reason"] == "engines_failing"
+    fallbacks(rig, dead(), dead(), main=(0, "second"), second=(1,))
+    status, headers, body = rig.post(body={"model": "main"})
+    assert (status, headers["x-llmgw-reason"]) == (502, "engine_connect") and b"of second" in body
+    idle(rig)
+
+
+def test_fallback_waits_in_the_line_of_the_other(rig):
+    """It takes no place that the other model's own requests wait for."""
+    go = threading.Event()
+
+    def slow(talk):
+        while talk.request():
+            go.wait(10)
+            talk.answer(OK)
+
+    with ScriptedEngine(slow) as backend:
+        table = rig.use(dead(), backend, limit=1)
+        models = (RoutedModel("busy", endpoints=("m/0",), fallbacks=("m",)), RoutedModel("m", endpoints=("m/1",)))
+        rig.version += 1
+        rig.publish(replace(table, version=rig.version, models=models))
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(rig.post, body={"model": "busy"}) for _ in range(4)]
+            waiting = rig.board.row("model/m") + WAITING
+            until(lambda: rig.board.total(waiting) == 3, 5, "three in line")
+            go.set()
+            assert [one.result()[0] for one in answers] == [200] * 4
+    assert sum(row["queue_ms"] > 0 for row in rig.log(4, asked="busy")) == 3
+    idle(rig)
+
+
+def test_no_fallback_for_what_may_have_ended_an_engine(rig):
+    """A request with which an engine has begun is not tried on another model's."""
+
+    def dies(talk):
+        talk.request()
+        talk.reset()
+
+    with ScriptedEngine(dies) as bad, ScriptedEngine(plain) as backend:
+        fallbacks(rig, bad, backend, main=(0, "m"), m=(1,))
+        assert rig.post(body={"model": "main"})[1]["x-llmgw-reason"] == "engine_reset"
+        assert not backend.requests
 
 
 def test_fallback_only_to_what_the_key_may_use(rig):

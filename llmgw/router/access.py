@@ -29,7 +29,11 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """A request that went to an engine, or was to. Times are in milliseconds since its first byte, tokens as far as known."""
+    """A request that went to an engine, or was to. Tokens are as far as known; C{asked} is the model that C{model} stood in for.
+
+    C{queue_ms} is how long it waited in line, C{ttft_ms} from the whole request to the first byte of a streamed answer,
+    C{duration_ms} from the request's first byte to the end.
+    """
 
     time: float
     id: str
@@ -50,6 +54,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     prompt: int | None
     cached: int | None
     completion: int | None
+    asked: str | None = None
 
 
 class AccessLog:
@@ -130,12 +135,13 @@ class AccessLog:
             exchange.outcome,
             exchange.reason,
             exchange.retries,
-            round((exchange.queued - began) * 1000, 2) if exchange.queued else None,
-            round((exchange.first - began) * 1000, 2) if exchange.first else None,
+            round(exchange.waited * 1000, 2) if upstream is not None else None,
+            round((exchange.first - request.whole) * 1000, 2) if exchange.first and exchange.body.stream else None,
             round((exchange.ended - began) * 1000, 2),
             usage[0] if usage is not None else None,
             usage[1] if usage is not None else None,
             usage[2] if usage is not None else None,
+            exchange.asked.name if exchange.fell_back else None,
         )
 
     def _write(self, rows: list[Row | dict[str, object]]) -> None:

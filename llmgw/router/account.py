@@ -98,18 +98,19 @@ class Accounts:
         tokens = self._tokens.get(model)
         if tokens is None:
             tokens = self._tokens[model] = _Tokens(self.metrics, model)
-        if exchange.first:
-            observe(cells.ttft, SECONDS, exchange.first - began)
+        if exchange.first and exchange.body.stream:
+            observe(cells.ttft, SECONDS, exchange.first - exchange.request.whole)
         if exchange.sent:
-            waited = max(0.0, exchange.queued - began)
-            observe(tokens.wait, SECONDS, waited)
-            observe(self._overhead, OVERHEAD, max(0.0, exchange.sent - began - waited))
+            observe(tokens.wait, SECONDS, exchange.waited)
+            observe(self._overhead, OVERHEAD, max(0.0, exchange.sent - exchange.request.whole - exchange.waited))
         if usage is not None:
             tokens.prompt[0] += usage.prompt
             tokens.cached[0] += usage.cached
             tokens.completion[0] += usage.completion
             if usage.completion > 1 and exchange.body.stream and exchange.first:
                 observe(cells.between, SECONDS, (exchange.ended - exchange.first) / (usage.completion - 1))
+        if exchange.fell_back:
+            self.metrics.fallbacks.cell(exchange.asked.name, model)[0] += 1
         if exchange.body.stream or exchange.outcome != "done" or exchange.retries:
             self._unusual(exchange)
         caller = exchange.caller

@@ -20,6 +20,7 @@ from llmgw.router.breaker import FAILURES, RetryBudget
 from llmgw.router.errors import OPENAI, Refusal
 from llmgw.router.form import skim_form
 from llmgw.router.http import ServerConnection, Work
+from llmgw.router.instead import fallback
 from llmgw.router.limits import UNLIMITED, Grant, Limited, estimate
 from llmgw.router.prefixes import BLOCK, NO_HINT, Hint
 from llmgw.router.reading import Reading, leaving
@@ -39,7 +40,8 @@ class Door:
     """All requests of one worker pass here (L{llmgw.router.http.App}).
 
     @ivar routes: what is routed by now; L{use} replaces it.
-    @ivar leaving: no new connection is accepted any more; C{/ready} says so.
+    @ivar stopping: told to stop; C{/ready} says so at once, while new connections are still accepted for some seconds.
+    @ivar leaving: no new connection is accepted any more.
     @ivar unheard: leaving, and no server hears any more what is asked for here: who waits for a model to start waits in vain.
     @ivar on_failure: called with C{(endpoint id, kind, text)} when an endpoint fails a request.
     @ivar on_demand: called with a model that is asked for and has no endpoint.
@@ -51,7 +53,7 @@ class Door:
         self.accounts = accounts
         self.budget = RetryBudget(shared.board)
         self.connections: set[ServerConnection] = set()
-        self.leaving = self.unheard = False
+        self.stopping = self.leaving = self.unheard = False
         self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
         self.on_demand: Callable[[Served], None] = lambda served: None
         self._prefix = os.urandom(6).hex().encode() + b"-"
@@ -162,15 +164,14 @@ class Door:
 
     def _serve(self, connection: ServerConnection, request: Request, call: Call, body: Body) -> Exchange | None:
         caller: Caller | None = request.context
-        served = self._model(request, body.model)
-        exchange = Exchange(self, connection, request, call, served, caller, body)
+        exchange = Exchange(self, connection, request, call, self._model(request, body.model), caller, body)
         request.id = exchange.answer_id
         connection.work = exchange
         try:
             grant = self._grant(caller, call, body)
             if body.stream and call.usage == OPENAI:
                 body.ask_usage()
-            exchange.start(grant, self._hint(served, request, body))
+            exchange.start(grant)
         except Refusal:
             connection.work = None
             raise
@@ -185,7 +186,8 @@ class Door:
         return grant
 
     @staticmethod
-    def _hint(served: Served, request: Request, body: Body) -> Hint:
+    def hint(served: Served, request: Request, body: Body) -> Hint:
+        """Who likely holds the beginning of this prompt."""
         if served.hints is None or len(served.upstreams) < 2:
             return NO_HINT
         session = request.ours.get(b"x-session-id") or body.session()
@@ -206,30 +208,17 @@ class Door:
         if allowed and served.name not in allowed:
             text = f"The API key {caller.entry.name or caller.id} may not use {name}."
             raise Refusal(403, "model_not_allowed", text, param="model")
-        return served if served.upstreams else self._instead(served, allowed)
-
-    def _instead(self, served: Served, allowed: tuple[str, ...]) -> Served:
-        """What answers for a model without endpoints: the first of its fallbacks that has some and that the key may use, too."""
-        self.on_demand(served)
-        for other in served.config.fallbacks:
-            fallback = self.routes.models.get(other)
-            if fallback is not None and fallback.upstreams and (not allowed or fallback.name in allowed):
-                return fallback
-        if self.unheard:
-            raise leaving()
         return served
 
-    def nothing(self, served: Served, why: str, tried: list[Upstream]) -> Refusal:
-        """Why none of a model's endpoints can be tried (the word is one of L{choose.Group.choose})."""
-        if not served.upstreams:
-            reason = served.config.reason or "no replica is ready"
-            return Refusal(503, "not_ready", f"{served.name} is not ready: {reason}.", retry_after=served.config.retry_after)
-        if why == "open":
-            wait = min(up.breaker.blocked_until for up in served.upstreams) - _monotonic()
-            text = f"All replicas of {served.name} have failed repeatedly and are left alone for a while."
-            return Refusal(503, "engines_failing", text, retry_after=max(1, int(wait) + 1))
-        text = f"{len(tried)} replicas of {served.name} failed this request, and there is no other."
-        return Refusal(502, "engines_failed", text, retry_after=1)
+    def asleep(self, asked: Served, answered: bool) -> None:
+        """A model is asked for that has no endpoint; C{answered}: another answers. @raise Refusal: it will not have one here."""
+        self.on_demand(asked)
+        if not answered and self.unheard:
+            raise leaving()
+
+    def fallback(self, asked: Served, caller: Caller | None, passed: tuple[str, ...]) -> Served | None:
+        """What may answer for a model that cannot (L{llmgw.router.instead.fallback})."""
+        return fallback(self.routes, asked, caller, passed)
 
     def failure(self, served: Served, upstream: Upstream, kind: str, text: str) -> None:
         """An endpoint failed a request."""
@@ -265,8 +254,8 @@ class Door:
     def _ready(self, connection: ServerConnection, request: Request) -> None:
         if not self.routes.table.version:
             raise Refusal(503, "starting", "The router has no routing table yet.", retry_after=2)
-        if self.leaving:
-            raise Refusal(503, "leaving", "This worker is finishing its requests and takes no new ones.", retry_after=1)
+        if self.stopping or self.leaving:
+            raise Refusal(503, "leaving", "This router is being stopped: send new requests to another one.", retry_after=1)
         connection.reply(request, 200, _JSON, _encode({"status": "ok", "table": self.routes.table.version}))
 
     def _models(self, request: Request) -> dict[str, object]:

@@ -104,18 +104,36 @@ class Metrics:
         self.requests = self._new("requests_total", "counter", "Requests ended, by status and why so.",
                                   (*ends, "status", "reason"))  # fmt: skip
         self.ttft = self._new(
-            "ttft_seconds", "histogram", "From the whole request to the first byte of its answer.", ends, seconds
+            "ttft_seconds", "histogram", "From the whole request to the first byte of a streamed answer.", ends, seconds
         )
         self.between = self._new("inter_token_seconds", "histogram", "Mean time between tokens of an answer.", ends, seconds)
-        self.duration = self._new("request_duration_seconds", "histogram", "From first byte in to last byte out.", ends, seconds)
+        self.duration = self._new(
+            "request_duration_seconds",
+            "histogram",
+            "From the first byte of a request, its upload included, to the last of its answer.",
+            ends,
+            seconds,
+        )
         self.overhead = self._new(
-            "router_overhead_seconds", "histogram", "Time a request spent in the router itself.", (), OVERHEAD
+            "router_overhead_seconds",
+            "histogram",
+            "From the whole request to its sending, without the wait in line: the router itself, connecting included.",
+            (),
+            OVERHEAD,
         )
         self.tokens = self._new("tokens_total", "counter", "Tokens, by kind: prompt, cached, completion.", (*one, "kind"))
         self.in_flight = self._new("in_flight", "gauge", "Requests at a replica.", ends)
         self.waiting = self._new("waiting", "gauge", "Requests waiting for a replica with room.", (*one, "class"))
-        self.wait = self._new("queue_wait_seconds", "histogram", "How long requests waited.", one, seconds)
+        self.wait = self._new(
+            "queue_wait_seconds",
+            "histogram",
+            "How long requests that were sent had waited in line for a replica with room.",
+            one,
+            seconds,
+        )
         self.retries = self._new("retries_total", "counter", "Requests sent to another replica, by cause.", ("cause",))
+        self.fallbacks = self._new("fallbacks_total", "counter", "Requests answered by a model in place of the one asked for.",
+                                   ("asked", "model"))  # fmt: skip
         self.cancels = self._new("cancels_total", "counter",
                                  "Clients that left, by phase: queued, before_first_byte, streaming.", ("phase",))  # fmt: skip
         self.streams = self._new("stream_ends_total", "counter",

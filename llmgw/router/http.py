@@ -274,6 +274,7 @@ class ServerConnection(asyncio.Protocol):
         if request is None or self._parser.should_upgrade():
             return
         self._request = None
+        request.whole = _monotonic()
         request.keep_alive = self._parser.should_keep_alive()
         self._ready.append(request)
 

@@ -11,18 +11,18 @@ back all that the request holds: its place, its grant, its connection.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmgw.router.answer import Answer
 from llmgw.router.breaker import is_failure
 from llmgw.router.errors import Refusal, error_event
 from llmgw.router.http import ServerConnection, connection_field
-from llmgw.router.limits import UNLIMITED, Grant
-from llmgw.router.prefixes import NO_HINT, Hint
+from llmgw.router.limits import UNLIMITED
 from llmgw.router.reading import leaving
 from llmgw.router.request import Field, Request
 from llmgw.router.routes import Caller, Served
 from llmgw.router.scoreboard import LIVE
+from llmgw.router.seeking import Seeker
 from llmgw.router.surface import Call
 from llmgw.router.upstream import EngineConnection, NoHttp, Upstream
 from llmgw.router.usage import Usage
@@ -30,160 +30,46 @@ from llmgw.router.usage import Usage
 if TYPE_CHECKING:
     import asyncio
 
-    from llmgw.router.admission import Waiter
     from llmgw.router.body import Body
     from llmgw.router.door import Door
 
 EXTRA_TRIES = 2
-SETTLE = 0.3
 RETRIED = frozenset((429, 502, 503, 504))
-QUEUED, CONNECT, FIRST_TOKEN, FLOWING, OVER = "queued", "connect", "first_token", "flowing", "over"
+CONNECT, FIRST_TOKEN, FLOWING, OVER = "connect", "first_token", "flowing", "over"
 _monotonic = time.monotonic
 
 
-class Exchange:
+class Exchange(Seeker):
     """A request and its answer.
 
     @ivar state: C{queued}, C{connect}, C{first_token}, C{flowing}, C{over}.
     @ivar outcome: how it ended, for metrics and the log: C{done}, C{client_gone}, C{upstream_error}, C{timeout}, C{refused} or
         C{cut}.
-    @ivar reason: the code of the error that it was answered with, or its stream ended with; empty if it was none of ours;
-        C{engine_error} if the engine told an error within its stream.
     @ivar phase: the state in which it ended.
-    @ivar why: why this endpoint (see router/choose.py).
     @ivar retries: how many endpoints failed it before, the last time because of C{cause}.
-    @ivar queued, sent, first, ended: when (monotonic; 0.0 never) its place was got, it was sent, its answer began, it was over.
+    @ivar sent, first, ended: when (monotonic; 0.0 never) it was sent, its answer began, it was over.
     """
 
     __slots__ = (
-        "_answer", "_budgeted", "_connection", "_door", "_fresh", "_grant", "_hint", "_moved", "_paused", "_task", "_tried",
-        "_waiter", "answer_id", "body", "call", "caller", "cause", "client", "ended", "first", "outcome", "phase", "queued",
-        "reason", "request", "retries", "sent", "served", "state", "status", "upstream", "usage", "why",
+        "_answer", "_budgeted", "_connection", "_moved", "_paused", "_task", "answer_id", "call", "cause", "ended", "first",
+        "outcome", "phase", "retries", "sent", "status", "usage",
     )  # fmt: skip
 
     def __init__(
-        self,
-        door: Door,
-        client: ServerConnection,
-        request: Request,
-        call: Call,
-        served: Served,
-        caller: Caller | None,
-        body: Body,
+        self, door: Door, client: ServerConnection, request: Request, call: Call, asked: Served, caller: Caller | None, body: Body
     ) -> None:
-        self._door = door
-        self.client = client
-        self.request = request
+        super().__init__(door, client, request, asked, caller, body)
         self.call = call
-        self.served = served
-        self.caller = caller
-        self.body = body
         self.answer_id = door.next_id()
-        self.upstream: Upstream | None = None
-        self.state = QUEUED
-        self.why = self.outcome = self.cause = self.phase = self.reason = ""
+        self.outcome = self.cause = self.phase = ""
         self.status = self.retries = 0
-        self.queued = self.sent = self.first = self.ended = 0.0
+        self.sent = self.first = self.ended = 0.0
         self.usage: Usage | None = None
         self._answer: Answer | None = None
         self._connection: EngineConnection | None = None
         self._task: asyncio.Task[None] | None = None
-        self._waiter: Waiter | None = None
-        self._grant: Grant = UNLIMITED
-        self._hint: Hint = NO_HINT
-        self._tried: list[Upstream] = []
         self._moved = 0
-        self._paused = self._fresh = self._budgeted = False
-
-    # Getting a place.
-
-    def start(self, grant: Grant, hint: Hint) -> None:
-        """Send the request to the endpoint that is best for it, now or when it is its turn.
-
-        @raise Refusal: there is no use in waiting.
-        """
-        self._door.board.mine[LIVE] += 1
-        self._grant, self._hint = grant, hint
-        try:
-            line = self.served.line
-            if not self.served.upstreams or line.crowded() or not self._take():
-                self._get_in_line()
-        except Refusal as refusal:
-            self.reason = refusal.code
-            self._finish("refused", refusal.status)
-            raise
-
-    def _take(self) -> bool:
-        """Take a place and go; False if all are taken. @raise Refusal: no place will become free."""
-        hint = self._hint
-        found, why = self.served.line.take(_monotonic(), hint.held, hint.blocks, hint.session, self._tried)
-        if found is None:
-            if why == "full" or not self.served.upstreams:
-                return False
-            raise self._door.nothing(self.served, why, self._tried)
-        self._go(found, why)
-        return True
-
-    def _go(self, upstream: Any, why: str) -> None:
-        now = _monotonic()
-        if upstream.breaker.blocked_until:
-            upstream.breaker.trying(now)
-        if self._hint.hashes and self.served.hints is not None and upstream in self.served.upstreams:
-            self.served.hints.sent(self._hint, self.served.upstreams.index(upstream), now)
-        self.upstream, self.why, self._fresh = upstream, why, False
-        self.queued = self.queued or now
-        self._connect(now)
-
-    def _get_in_line(self) -> None:
-        served, line = self.served, self.served.line
-        high = self.caller is not None and self.caller.high
-        # Who has just been told that a model is ready may be here before the table is.
-        patience = self._door.timeouts.queue if served.upstreams or served.config.on_demand else SETTLE
-        self._waiter = line.wait(high, patience, self._turn, self._turned_out)
-        if self._waiter is None:
-            if not served.upstreams:
-                raise self._door.nothing(served, "none", self._tried)
-            text = f"All replicas of {served.name} are busy and as many requests wait as may."
-            raise Refusal(429, "queue_full", text, retry_after=line.retry_after())
-        self._wait(QUEUED, float("inf"), 0.0)
-
-    def _turn(self) -> bool:
-        served = self._door.routes.models.get(self.served.name)
-        if served is not None and served is not self.served:
-            self.served, self._hint = served, NO_HINT
-        try:
-            gone = self._take()
-        except Refusal as refusal:
-            self._refuse("upstream_error", refusal)
-            return True
-        if gone:
-            self._waiter = None
-        return gone
-
-    def _turned_out(self, reason: str) -> None:
-        self._waiter = None
-        name, after = self.served.name, self.served.line.retry_after()
-        if reason == "timeout" and not self.served.upstreams and not self.served.config.on_demand:
-            self._refuse("refused", self._door.nothing(self.served, "none", self._tried))
-        elif reason == "timeout":
-            text = f"No replica of {name} had room within {self._door.timeouts.queue:g} s (timeouts.queue)."
-            if not self.served.upstreams:
-                reason = self.served.config.reason or "it is starting"
-                text = f"{name} was not ready within {self._door.timeouts.queue:g} s: {reason}."
-            self._refuse("timeout", Refusal(504, "queue_timeout", text, retry_after=after))
-        elif reason == "leaving":
-            self._refuse("refused", leaving())
-        elif reason == "displaced":
-            text = f"All replicas of {name} are busy, and a request of a higher class took the last place in line."
-            self._refuse("refused", Refusal(429, "queue_full", text, retry_after=after))
-        else:
-            self._refuse("refused", Refusal(404, "model_not_found", f"There is no model {name} here any more.", param="model"))
-
-    def _refuse(self, outcome: str, refusal: Refusal) -> None:
-        """Answer with an error of ours."""
-        self.reason = refusal.code
-        self._finish(outcome, refusal.status)
-        self.client.refuse(self.request, refusal)
+        self._paused = self._budgeted = False
 
     # Towards an endpoint.
 
@@ -191,11 +77,6 @@ class Exchange:
         assert self.upstream is not None
         self._wait(CONNECT, self._door.timeouts.connect, now)
         self._task = self.upstream.connect(self, self._fresh)
-
-    def _wait(self, state: str, seconds: float, now: float) -> None:
-        self.state = state
-        self.client.grace = seconds
-        self.client.deadline = now + seconds
 
     def connected(self, connection: EngineConnection) -> None:
         """An endpoint has a connection for us."""
@@ -239,11 +120,24 @@ class Exchange:
             self._failed("reset", what + (f" ({error})" if error else ""))
 
     def _failed(self, kind: str, text: str, status: int = 502) -> None:
-        """This endpoint did not answer: try another one, or say so."""
+        """This endpoint did not answer: try another one, or another model, or say so."""
         self._failure(kind, text)
-        if not self._retry(kind):
-            after = 1 if status != 504 else None
-            self._refuse("upstream_error", Refusal(status, f"engine_{kind}", f"{self._name()} {text}.", retry_after=after))
+        name = self._name()
+        if self._retry(kind):
+            return
+        after = 1 if status != 504 else None
+        refusal = Refusal(status, f"engine_{kind}", f"{name} {text}.", retry_after=after)
+        # What an engine may have begun with is not for an engine of another model: it may be what ended the first.
+        if kind != "reset" and self._fall_back():
+            self.retries += 1
+            self.cause = kind
+            try:
+                if self.served.line.crowded() or not self._take():
+                    self._get_in_line()
+                return
+            except Refusal:
+                pass
+        self._refuse("upstream_error", refusal)
 
     def _retry(self, cause: str) -> bool:
         """Go on with another endpoint, if one has room and retrying is not what keeps the fleet busy already."""
@@ -343,8 +237,9 @@ class Exchange:
     def _head(self, answer: Answer) -> bytes:
         request = self.request
         assert self.upstream is not None
-        return b"%bx-request-id: %b\r\nx-llmgw-replica: %b\r\n%b\r\n" % (
+        return b"%bx-request-id: %b\r\nx-llmgw-replica: %b\r\n%b%b\r\n" % (
             answer.head, request.ours.get(b"x-request-id") or self.answer_id, self.upstream.id.encode(),
+            b"x-llmgw-fallback: %b\r\n" % self.served.name.encode() if self.fell_back else b"",
             connection_field(request, self.client.keeps(request)),
         )  # fmt: skip
 

@@ -32,16 +32,16 @@ class Request:
     @ivar context: whose key it has.
     @ivar model: the name of the model it is for, once that is known.
     @ivar logged: it is in the access log already.
-    @ivar began: monotonic time at which its first byte was here.
+    @ivar began, whole: monotonic time at which its first byte was here, and its last.
     """
 
     __slots__ = (
         "began", "call", "context", "expects", "fields", "http11", "id", "keep_alive", "length", "logged", "method", "model",
-        "ours", "path", "query", "refusal", "spool",
+        "ours", "path", "query", "refusal", "spool", "whole",
     )  # fmt: skip
 
     def __init__(self, began: float) -> None:
-        self.began = began
+        self.began = self.whole = began
         self.method = b""
         self.path = b""
         self.query = b""

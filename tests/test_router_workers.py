@@ -219,33 +219,6 @@ def test_fewer_workers_serve_all_sockets(state, engine):
         assert [ask(first.port) for _ in range(60)] == [200] * 60
 
 
-def test_n4_interrupted_worker_stops_accepting_and_finishes(state, engine):
-    """SIGINT: no new connections, who is still there hears that it is not ready, streams end well, then the process ends."""
-    parent = Parent(state, engine, count=1)
-    with cleaned(parent):
-        parent.end(signal.SIGKILL)
-        running, other = streams(parent.port, 50), RawClient(parent.port)
-        os.kill(parent.workers[0], signal.SIGINT)
-        until(lambda: socket.socket().connect_ex(("127.0.0.1", parent.port)), 3, "connections refused")
-        other.send(b"GET /ready HTTP/1.1\r\nHost: h\r\n\r\n")
-        assert other.answer()[0] == 503
-        engine.let_go.set()
-        assert all_end_well(running)
-        until(lambda: not alive(parent.workers[0]), 10)
-
-
-def test_n4_streams_that_do_not_end_are_cut_after_the_drain_time(state, engine):
-    """A worker that has to go ends what still runs with an error event when timeouts.drain is over (here 2 s)."""
-    parent = Parent(state, engine, count=1, drain=2.0)
-    with cleaned(parent):
-        running = streams(parent.port, 1)
-        os.kill(parent.workers[0], signal.SIGINT)
-        rest = running[0].read_all(12)
-        assert b"being stopped" in rest
-        assert b"[DONE]" not in rest
-        running[0].socket.close()
-
-
 def table(engine, *more):
     return Table(models=(RoutedModel("m", endpoints=("m/1",)), *more), endpoints=(endpoint("m/1", engine.url, model="m"),))
 

@@ -7,6 +7,7 @@ A worker outlives its server. When the channel closes it goes on by its last tab
 file in the state folder: when a newer server's workers are there, it stops accepting, finishes what runs, and exits.
 
   - SIGTERM may be half of a restart: go on accepting until a newer generation is there, or 10 s have passed; then finish.
+    C{/ready} is 503 from the beginning, so that a load balancer has those seconds to send new requests elsewhere.
   - SIGINT: stop accepting now, finish.
   - "Finish" is bounded by C{timeouts.drain}; what still streams then ends with an error event.
 """
@@ -292,6 +293,7 @@ class Worker:
         """Leave: now, or when newer workers are there, or in C{GRACE} seconds."""
         wanted = _monotonic() + (0.0 if at_once else GRACE)
         self._leave_at = min(wanted, self._leave_at or wanted)
+        self.door.stopping = True
         if at_once:
             self._consider_leaving()
 

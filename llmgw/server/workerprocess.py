@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, field
+from twisted.internet.defer import Deferred, succeed
 from twisted.internet.error import ProcessDone, ProcessExitedAlready
 from twisted.internet.interfaces import IAddress
-from twisted.internet.protocol import Factory, ProcessProtocol
+from twisted.internet.protocol import Factory, ProcessProtocol, connectionDone
 from twisted.logger import Logger
 from twisted.protocols.basic import LineOnlyReceiver
 from twisted.python.failure import Failure
@@ -31,6 +32,7 @@ from llmgw.router.scoreboard import Scoreboard
 START = 15.0
 SOON = 5.0
 LONGEST_PAUSE = 10.0
+LAST_WORD = 0.5
 
 
 class Channel(LineOnlyReceiver):
@@ -42,6 +44,10 @@ class Channel(LineOnlyReceiver):
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self.closed: Deferred[None] = Deferred()
+
+    def connectionLost(self, reason: Failure = connectionDone) -> None:  # noqa: D102
+        self.closed.callback(None)
 
     def lineReceived(self, line: bytes) -> None:  # noqa: D102
         self._place.heard(decode(line))
@@ -200,14 +206,20 @@ class Place(ProcessProtocol):
         )  # fmt: skip
         self._again = self.reactor.callLater(pause, self.spawn)
 
-    def leave(self, at_once: bool) -> None:
-        """Let its worker finish on its own; what becomes of it is no longer this server's business."""
+    def leave(self, at_once: bool) -> Deferred[None]:
+        """Let its worker finish on its own; what becomes of it is no longer this server's business.
+
+        @return: fires when it has been told. Who ends before that has told it nothing: it then goes on as after a C{kill -9}.
+        """
         self.closing = True
         if self._again is not None:
             self._again.cancel()
             self._again = None
         self.send("stop", at_once=at_once)
-        if self._channel is not None and self._channel.transport is not None:
-            self._channel.transport.loseConnection()
         for listening in self.sockets:
             listening.close()
+        channel = self._channel
+        if channel is None or channel.transport is None:
+            return succeed(None)
+        channel.transport.loseConnection()
+        return channel.closed.addTimeout(LAST_WORD, self.reactor, onTimeoutCancel=lambda value, _: None)

@@ -19,7 +19,7 @@ from typing import Any
 
 from attrs import define, field
 from msgspec.structs import replace
-from twisted.internet.defer import CancelledError, Deferred, succeed
+from twisted.internet.defer import CancelledError, Deferred, DeferredList, succeed
 from twisted.internet.task import LoopingCall
 from twisted.internet.threads import deferToThreadPool
 from twisted.logger import Logger
@@ -432,9 +432,9 @@ class RouterWorkers:
         """
         if self._checks.running:
             self._checks.stop()
-        for place in self.places:
-            place.leave(at_once)
+        told = [place.leave(at_once) for place in self.places]
         for waiting in list(self._waiting):
             waiting.done.cancel()
-        done = self._writing if self._writing is not None else succeed(None)
-        return done.addCallback(lambda _: None)
+        if self._writing is not None:
+            told.append(self._writing)
+        return DeferredList(told).addCallback(lambda _: None)

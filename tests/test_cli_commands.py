@@ -180,8 +180,10 @@ def test_a_key_is_shown_once(admin, capsys):  # noqa: F811
     assert admin.run("key", "create", "alice") == 0
     said = capsys.readouterr()
     assert said.out == "llmgw-secret\n" and "not shown again" in said.err  # so that a script can take it
-    row = {"id": "k1", "name": "alice", "created": 1790000000.0, "expires": None, "revoked": None, "rpm": 60, "models": []}
-    admin.answers["GET /v1/keys"] = {"keys": [row, row | {"id": "k2", "revoked": 1790000001.0}]}
+    row = {"id": "k1", "name": "alice", "created": 1790000000.0, "expires": None, "revoked": None, "rpm": 60, "models": []} | {
+        "state": "good"
+    }
+    admin.answers["GET /v1/keys"] = {"keys": [row, row | {"id": "k2", "revoked": 1790000001.0, "state": "revoked"}]}
     assert admin.run("key", "list") == 0
     out = capsys.readouterr().out
     assert "60 rpm" in out and "2026-09-21" in out and "never" in out

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import pytest_twisted
+from attrs import evolve
 
 from llmgw.router.table import KeyEntry, key_digest
 from llmgw.testing.scripted_engine import ScriptedEngine
@@ -91,3 +92,21 @@ async def test_rotation_that_cannot_be(rig_of):  # noqa: F811
     await rig.post("/v1/keys/revoke", id=one["id"])
     assert (await rig.post("/v1/keys/rotate", name="ann"))["id"] == two["id"], "a revoked one of that name is not in the way"
     assert (await refused(rig.post("/v1/keys/rotate", name=one["id"]))).status == 409
+
+
+@pytest_twisted.ensureDeferred
+async def test_revoked_by_name_or_id(rig_of):  # noqa: F811
+    """As a rotation: a name will do where it is one key's; of several the answer has the ids. What has ended shows as that."""
+    rig = await rig_of()
+    one, two, brief = [await rig.post("/v1/keys", name=name) for name in ("ann", "ann", "brief")]
+    told = await refused(rig.post("/v1/keys/revoke", id="ann"))
+    assert told.status == 409 and one["id"] in str(told) and two["id"] in str(told)
+    assert one["id"] in (await rig.post("/v1/keys/revoke", id=one["id"]))["text"]
+    said = (await rig.post("/v1/keys/revoke", id="ann"))["text"]
+    assert two["id"] in said and "ann" in said, "the other one is the only one of that name by now"
+    assert "revoked" in (await rig.post("/v1/keys/revoke", id="ann"))["text"], "both are"
+    rig.server.controller.truth.keys[brief["id"]] = evolve(rig.server.controller.truth.keys[brief["id"]], expires=1.0)
+    states = {key["id"]: key["state"] for key in (await rig.get("/v1/keys"))["keys"]}
+    assert states == {one["id"]: "revoked", two["id"]: "revoked", brief["id"]: "expired"}
+    await rig.post("/v1/keys/revoke", id="brief")
+    assert {key["state"] for key in (await rig.get("/v1/keys"))["keys"]} == {"revoked"}, "an expired key can be revoked, too"

@@ -22,6 +22,7 @@ from llmgw.planning.explanation import heading
 from llmgw.planning.reconcile import explain
 from llmgw.server.fetches import Fetches
 from llmgw.server.imembers import Refusal
+from llmgw.server.keys import state_of
 from llmgw.server.operations import Conflict, Unknown
 from llmgw.server.rollouts import ACTIONS, Rollouts
 from llmgw.server.service import Server
@@ -262,7 +263,8 @@ class Handlers:
 
     async def keys(self, fields: Fields) -> Data:
         """All keys, without their secrets."""
-        return {"keys": [_key(record) for record in self._server.keys.list()]}
+        now = self._server.controller.clocks.wall()
+        return {"keys": [_key(record) | {"state": state_of(record, now)} for record in self._server.keys.list()]}
 
     async def create_key(self, fields: Fields) -> Data:
         """A new key."""
@@ -286,9 +288,8 @@ class Handlers:
 
     async def revoke_key(self, fields: Fields) -> Data:
         """Refuse a key."""
-        number = fields.text("id")
-        await self._server.keys.revoke(number, fields.by)
-        return {"text": f"{number} is revoked"}
+        record = await self._server.keys.revoke(fields.text("id"), fields.by)
+        return {"text": f"{record.id} of {record.name} is revoked"}
 
     async def top(self, fields: Fields) -> Data:
         """What the routers and engines are doing."""
@@ -311,9 +312,10 @@ class Handlers:
 
 
 def _each(model: Data) -> list[str]:
-    """A line per replica that is not ready, and one on a number of replicas that may vary."""
+    """A line per replica that is not ready or fails, and one on a number of replicas that may vary."""
     shards = [shard for replica in model["replicas"] if replica["state"] != "ready" for shard in replica["shards"]]
     lines = [f"  {shard['id']}  {shard['node']}  {shard['state']}  {shard['reason']}".rstrip() for shard in shards]
+    lines += [f"  {one['id']}  is failing: {one['failing']}" for one in model["replicas"] if one["failing"]]
     if model.get("scaling"):
         lines.append(_scaling(model["scaling"]))
     return lines

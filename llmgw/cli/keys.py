@@ -56,10 +56,9 @@ def _row(key: Answer) -> list[str]:
 
     limits = [f"{key[name]} {name}" for name in ("rpm", "tpm", "tpd", "concurrency") if key.get(name)]
     limits += ["high class"] if key.get("priority") else []
-    state = "revoked" if key.get("revoked") else "good"
     models = ", ".join(key.get("models") or ()) or "all"
     created, expires = day(key.get("created")), day(key.get("expires"))
-    return [key["id"], key["name"], key.get("team") or "", created, expires, models, ", ".join(limits), state]
+    return [key["id"], key["name"], key.get("team") or "", created, expires, models, ", ".join(limits), key["state"]]
 
 
 @key_command.command(name="rotate")
@@ -80,9 +79,9 @@ def rotate_command(session: Session, name: str, overlap: float | None) -> None:
 
 
 @key_command.command(name="revoke")
-@click.argument("key", metavar="ID")
+@click.argument("key", metavar="NAME")
 @json_option
 @pass_session
 def revoke_command(session: Session, key: str) -> None:
-    """Refuse the key with this id from now on."""
+    """Refuse the key with this name or id from now on; of several with the name, say which by its id."""
     session.show(session.client.post("/v1/keys/revoke", id=key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -79,7 +79,7 @@ class Keys:
 
         def make() -> list[Change]:
             now = self._controller.clocks.wall()
-            record = self._find(name, now)
+            record = self._good(name, now)
             text = _text(record.id)
             old = [*record.old, OldSecret(record.digest, now + overlap)]
             fresh = evolve(record, digest=key_digest(text), old=tuple(secret for secret in old if secret.until > now))
@@ -90,39 +90,59 @@ class Keys:
         await self._controller.when_routed()
         return made[0]
 
-    def _find(self, name: str, now: float) -> KeyRecord:
-        """The one good key with this id or name."""
-        named = [record for record in self.list() if name in (record.id, record.name)]
+    def _named(self, name: str) -> tuple[KeyRecord, ...]:
+        """All keys with this id or name; there is one at least."""
+        named = tuple(record for record in self.list() if name in (record.id, record.name))
         if not named:
             raise NoSuchKey(f"no key has the id or name {name}: see llmgw key list")
-        good = [record for record in named if not record.revoked and not (record.expires and record.expires <= now)]
+        return named
+
+    def _good(self, name: str, now: float) -> KeyRecord:
+        """The one good key with this id or name."""
+        good = [record for record in self._named(name) if state_of(record, now) == "good"]
         if not good:
             raise NotOneKey(f"{name} has been revoked or has expired: make a new key with llmgw key create {name}")
-        if len(good) > 1:
-            ids = ", ".join(record.id for record in good)
-            raise NotOneKey(f"{len(good)} keys have the name {name}: say which by its id, one of {ids}")
-        return good[0]
+        return _one(name, good)
 
-    def revoke(self, number: str, by: str = OPERATOR) -> Deferred[None]:
-        """Refuse this key; when this fires, every router does.
+    def revoke(self, name: str, by: str = OPERATOR) -> Deferred[KeyRecord]:
+        """Refuse a key; when this fires, with the key, every router does.
 
+        @param name: the key's id or name.
         @raise NoSuchKey: there is none.
+        @raise NotOneKey: there are several that are not revoked.
         """
+        return Deferred.fromCoroutine(self._revoke(name, by))
+
+    async def _revoke(self, name: str, by: str) -> KeyRecord:
+        found: list[KeyRecord] = []
 
         def make() -> list[Change]:
-            record = self._controller.truth.keys.get(number)
-            if record is None:
-                raise NoSuchKey(f"no key has the id {number}: see llmgw key list")
-            if record.revoked:
-                return []
-            return [evolve(record, revoked=self._controller.clocks.wall()), self._event(record, "revoked", by)]
+            named = self._named(name)
+            left = [record for record in named if not record.revoked]
+            found[:] = [_one(name, left or named[-1:])]
+            changed = [evolve(record, revoked=self._controller.clocks.wall()) for record in left]
+            return [*changed, self._event(found[0], "revoked", by)] if changed else []
 
-        return self._controller.change(make).addCallback(lambda _: self._controller.when_routed())
+        await self._controller.change(make)
+        await self._controller.when_routed()
+        return found[0]
 
     def _event(self, record: KeyRecord, what: str, by: str) -> FleetEvent:
         controller = self._controller
         text = f"key {record.id} of {record.name} was {what} by {by}"
         return FleetEvent(controller.clocks.wall(), "key", record.id, text, epoch=controller.leadership.epoch)
+
+
+def state_of(record: KeyRecord, now: float) -> str:
+    """C{good}, C{expired} or C{revoked}, by the wall clock."""
+    return "revoked" if record.revoked else "expired" if record.expires and record.expires <= now else "good"
+
+
+def _one(name: str, found: Sequence[KeyRecord]) -> KeyRecord:
+    if len(found) > 1:
+        ids = ", ".join(record.id for record in found)
+        raise NotOneKey(f"{len(found)} keys have the name {name}: say which by its id, one of {ids}")
+    return found[0]
 
 
 def _text(number: str) -> str:

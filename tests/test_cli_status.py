@@ -116,6 +116,8 @@ def test_many_ready_replicas_are_counted(admin, capsys):  # noqa: F811
         ("loading", {"phase": "loading"}, "n1 loading (5 s)"),
         ("placed", {"crashes": 1, "last_reason": "killed"}, "n1 placed (5 s), 1 crash, last: killed"),
         ("ready", {"crashes": 2, "last_reason": "killed", "reason": "it serves"}, "n1 ready 5 s, 2 crashes, last: killed"),
+        ("ready", {"crashes": 2, "first_reason": "a", "last_reason": "b"}, "n1 ready 5 s, 2 crashes, first: a; last: b"),
+        ("ready", {"crashes": 2, "first_reason": "b", "last_reason": "b"}, "n1 ready 5 s, 2 crashes, last: b"),
         ("ready", {"crashes": 0, "last_reason": "long ago"}, "n1 ready 5 s"),
         (
             "backoff",
@@ -289,6 +291,13 @@ def test_a_removed_node_is_no_complaint():
     """Somebody wanted it so, as with a drain; one that is lost is a complaint with its state."""
     nodes = [{"name": name, "state": name, "since": 1.0} for name in ("removed", "lost")]
     assert status.complaints({"server": {}, "nodes": nodes}, 3.0) == ["node lost: lost, 2 s"]
+
+
+def test_a_failed_replica_is_a_complaint_while_none_is_wanted_as_well():
+    """Whoever asks for the model gets an error."""
+    failed = {"state": "failed", "shards": [{"node": "n1", "state": "failed", "reason": "no good"}]}
+    models = [{"name": "m", "wanted": 0, "ready": 0, "replicas": [failed]}]
+    assert status.complaints({"server": {}, "models": models}, 3.0) == ["model m: n1 failed: no good"]
 
 
 def test_complaints_name_expired_certificates():

@@ -127,7 +127,9 @@ def _crashes(shard: Answer) -> str:
     """What has happened to a replica that is well, or on its way to be, since it may happen again."""
     if not shard.get("crashes"):
         return ""
-    return f", {count(shard['crashes'], 'crash', 'es')}, last: {shard.get('last_reason') or 'unknown'}"
+    first, last = shard.get("first_reason"), shard.get("last_reason") or "unknown"
+    before = f"first: {first}; " if first and first != last else ""
+    return f", {count(shard['crashes'], 'crash', 'es')}, {before}last: {last}"
 
 
 def _progress(shard: Answer, lasting: str) -> str:
@@ -223,6 +225,8 @@ def complaints(status: Answer, now: float) -> list[str]:
             found.append(f"model {model['name']}: {model.get('ready', 0)}/{model['wanted']} ready: {why}".rstrip(": "))
         elif (rollout := model.get("rollout") or {}).get("state") == "rolled_back":
             found.append(f"model {model['name']}: {rollout.get('reason')}")
+        elif failed := [replica for replica in model.get("replicas") or () if replica.get("state") == "failed"]:
+            found.append(f"model {model['name']}: {'; '.join(replica_text(replica, now) for replica in failed)}")
         shards = (shard for replica in model.get("replicas") or () for shard in replica.get("shards") or ())
         missing = ((shard, one) for shard in shards for one in shard.get("loras") or () if one.get("problem"))
         found += [f"model {model['name']}: {shard.get('id')}: {one['problem']}" for shard, one in missing]

@@ -102,6 +102,7 @@ class ShardRecord:
     @ivar fault: what took its last attempt down where that was not its own failure; empty where it was, or nothing has.
     @ivar drain: how many seconds its requests may take when it leaves, as its model said last; None for C{timing.drain}.
     @ivar loras: the adapters of its engine as its agent said last; None before. C{profile} has those that are wanted of it.
+    @ivar remembered: it leaves since fewer are wanted, so its failures count for the next one (L{llmgw.planning.budget}).
     @ivar peak: the most bytes of one device that its engine was seen to use while it served; None if it was never seen.
     """
 
@@ -139,7 +140,20 @@ class ShardRecord:
     to_sleep: bool = False
     drain: float | None = None
     fault: str = ""
+    remembered: bool = False
     loras: tuple[ShardLora, ...] | None = None
+
+    def with_failures_of(self, other: ShardRecord) -> ShardRecord:
+        """As it is, but with the history of C{other}."""
+        return evolve(
+            self,
+            crashes=other.crashes,
+            node_failures=other.node_failures,
+            cause=other.cause,
+            first_reason=other.first_reason,
+            last_reason=other.last_reason,
+            excluded=other.excluded,
+        )
 
     @property
     def failed_at(self) -> float:

@@ -37,6 +37,10 @@ class Timing:
     crash_window: float = 1800.0
     make_room_after: float = 60.0
 
+    def delay(self, failures: int) -> float:
+        """How many seconds to wait after so many failures."""
+        return min(self.backoff * 2.0 ** (failures - 1), self.backoff_max)
+
     @property
     def step_down(self) -> float:
         """How long stepping down may take: a leader must have stopped commanding before its lease can be taken."""

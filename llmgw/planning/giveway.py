@@ -42,7 +42,7 @@ def give_way(work: Work, name: str) -> None:
     going = _fewest(draft, pending.want, soon, list(_idle(draft, name)))
     for replica in going:
         unused = show_duration(draft.world.unused[replica.model])
-        leave(draft, replica, f"gives its room to {name}: it is the least recently used, unused for {unused}")
+        leave(draft, replica, f"gives its room to {name}: it is the least recently used, unused for {unused}", remember=True)
         draft.say("gave_way", replica.id, f"{replica.id}: gives its room to {pending.want.replica}; unused for {unused}")
         if not asleep(replica):  # one that sleeps is not wanted already
             work.gave[replica.model] = work.gave.get(replica.model, 0) + 1

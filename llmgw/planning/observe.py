@@ -106,7 +106,7 @@ def _decline(draft: Draft, record: ShardRecord, code: str, text: str, cause: str
     """A port that somebody else has and a full disk are nobody's crash: the next attempt gets another one, or waits for room."""
     if code == "port_in_use":
         record = evolve(record, next_at=draft.world.now + _PORT_PAUSE)
-        draft.move(record, ShardState.BACKOFF, f"{text}; trying other ports")
+        draft.move(record, ShardState.BACKOFF, f"{text}; trying other ports{_before(record, text)}")
     elif code in (DISK_FULL, NODE_RESTARTED):
         _taken_down(draft, record, text, code)
     else:
@@ -236,15 +236,22 @@ def _crashed(draft: Draft, record: ShardRecord, reason: str, cause: str) -> None
     )
     if cause in SUSPECT and record.allocation:
         blame(draft, record.allocation.node, record.model, reason)
+    told = reason + _before(record, reason)
     again = f"not tried again before the profile changes or `llmgw restart {record.model}`"
     if hopeless or len(crashes) >= timing.crash_budget:
         said = (
             "Twice it was the profile's fault" if hopeless else f"{len(crashes)} failures in {show_duration(timing.crash_window)}"
         )
-        draft.move(evolve(record, next_at=None), ShardState.FAILED, f"{reason}. {said}: {again}")
+        draft.move(evolve(record, next_at=None), ShardState.FAILED, f"{told}. {said}: {again}")
     else:
-        delay = min(timing.backoff * 2 ** (len(crashes) + len(node_failures) - 1), timing.backoff_max) * world.jitter()
-        draft.move(evolve(record, next_at=world.now + delay), ShardState.BACKOFF, f"{reason}. {_next(record, timing, delay)}")
+        delay = timing.delay(len(crashes) + len(node_failures)) * world.jitter()
+        draft.move(evolve(record, next_at=world.now + delay), ShardState.BACKOFF, f"{told}. {_next(record, timing, delay)}")
+
+
+def _before(record: ShardRecord, reason: str) -> str:
+    """Why it failed first, where that is another reason: what comes later is often only a consequence."""
+    failed = record.crashes or record.node_failures
+    return f". At first it was: {record.first_reason}" if failed and record.first_reason not in ("", reason) else ""
 
 
 def _recent(world: World, failures: tuple[float, ...]) -> tuple[float, ...]:

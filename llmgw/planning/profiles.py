@@ -155,6 +155,14 @@ def _complete(draft: Draft, model: Model, replicas: list[Replica]) -> bool:
     return ready and len(here) >= wanted(model, draft.world.demand) > 0
 
 
+def owed(draft: Draft, model: Model, replicas: Iterable[Replica]) -> bool:
+    """Whether an old replica may have made room for a successor that is not there yet: nobody else may take that room."""
+    rollout = draft.rollouts.get(model.name)
+    here = sum(not replica.leaving and not given_up(replica, draft.nodes) for replica in replicas)
+    changing = rollout is not None and (rollout.pinned or (rollout.state is RolloutState.RUNNING and rollout.back is not None))
+    return changing and here < wanted(model, draft.world.demand)
+
+
 # What operators order.
 
 

@@ -24,9 +24,9 @@ from llmgw.planning.lifecycle import Holding, follow_nodes, follow_quarantine, n
 from llmgw.planning.observe import observe
 from llmgw.planning.orders import drain_limit
 from llmgw.planning.peaks import follow_peaks
-from llmgw.planning.profiles import follow_rollouts
+from llmgw.planning.profiles import follow_rollouts, owed
 from llmgw.planning.replicas import group, turns
-from llmgw.planning.rollout import Pending, Work, follow_model, owed
+from llmgw.planning.rollout import Pending, Work, follow_model
 from llmgw.planning.sleep import follow_sleepers
 from llmgw.planning.world import Draft, World
 

@@ -14,8 +14,9 @@ from attrs import evolve, field, frozen
 from llmgw.fleet.causes import NODE, moves_after
 from llmgw.fleet.model import Model
 from llmgw.fleet.node import NodeState
-from llmgw.fleet.records import RolloutState, ShardRecord
+from llmgw.fleet.records import ShardRecord
 from llmgw.fleet.shard import DISK_FULL, ShardState, Wanted, replica_id, replica_of, shard_id
+from llmgw.planning.budget import counts, may_leave, remembered, rest, told
 from llmgw.planning.checks import SEARCHING, Want
 from llmgw.planning.devices import closed_device
 from llmgw.planning.explanation import Explanation
@@ -98,24 +99,31 @@ def follow_model(work: Work, model: Model, replicas: Iterable[Replica]) -> None:
     if old:
         victim = worst_first(old)[0]
         _replace(work, model, target, good, old, Victim(victim, reasons[victim.number]))
-    elif len(good) > target + (beside := _beside(draft, model, good)):
-        for replica in surplus(model, good, target + beside, draft.world.load):
-            order_away = lull if target == 0 and can_sleep(draft, replica) else leave
-            order_away(draft, replica, f"{model.name} wants {target}{'' if target else stays_awake(draft, replica)}")
+    elif len(staying := may_leave(model, target, good)) > target + (beside := _beside(draft, model, good)):
+        for replica in surplus(model, staying, target + beside, draft.world.load):
+            why = f"{model.name} wants {target}{'' if target else stays_awake(draft, replica)}"
+            if target == 0 and can_sleep(draft, replica):
+                lull(draft, replica, why)
+            else:
+                leave(draft, replica, why, remember=model.replicas.max > 0)
     else:
         _welcome(draft, good)
         for _ in range(target - len(good)):
-            if not wake(draft, model) and not start(work, model):
+            if not wake(draft, model) and not _start_rested(work, model):
                 break
+        if target == 0 and (before := remembered(draft, model)):
+            work.notes[model.name] = f"{told(before)}; a request starts it again"
     _remark(work, model, here)
 
 
-def owed(draft: Draft, model: Model, replicas: Iterable[Replica]) -> bool:
-    """Whether an old replica may have made room for a successor that is not there yet: nobody else may take that room."""
-    rollout = draft.rollouts.get(model.name)
-    here = sum(not replica.leaving and not given_up(replica, draft.nodes) for replica in replicas)
-    changing = rollout is not None and (rollout.pinned or (rollout.state is RolloutState.RUNNING and rollout.back is not None))
-    return changing and here < wanted(model, draft.world.demand)
+def _start_rested(work: Work, model: Model) -> bool:
+    """Place one more replica, with the failures of one that left since fewer were wanted, and not before that may start again."""
+    before = remembered(work.draft, model)
+    if before is not None and (wait := rest(work.draft, before)) > 0:
+        work.again.append(wait)
+        work.notes[model.name] = f"{told(before)}; it waits before it is started again, as after each failure"
+        return False
+    return start(work, model, before)
 
 
 def _patient(draft: Draft, model: Model, replica: Replica) -> Replica:
@@ -209,9 +217,12 @@ def _forced(draft: Draft, replica: Replica) -> bool:
     return False
 
 
-def leave(draft: Draft, replica: Replica, reason: str, at_once: bool = False) -> None:
-    """Order a replica away for good: drained while it serves, else stopped."""
+def leave(draft: Draft, replica: Replica, reason: str, at_once: bool = False, remember: bool = False) -> None:
+    """Order a replica away for good: drained while it serves, else stopped. C{remember}: its failures count for the next one."""
     drain = replica.serving and not at_once
+    if remember:
+        failed = evolve(replica.last_failed[0], crashes=replica.crashes)
+        replica = evolve(replica, shards=tuple(evolve(s.with_failures_of(failed), remembered=True) for s in replica.shards))
     for shard in replica.shards:
         order = Wanted.DRAIN if drain else Wanted.STOP
         changed = evolve(shard, wanted=order, next_at=None)
@@ -398,8 +409,12 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
         work.pending[model.name] = Pending(wanted_room, result)
         return False
     draft.take_number(model.name)
-    if husk in draft.shards and draft.shards[husk].allocation is None:
-        del draft.shards[husk]
+    taken_over = [shard.shard for shard in (instead.shards if instead else ())]
+    for gone in [draft.shards[shard] for shard in {husk, *taken_over} if shard in draft.shards]:
+        if gone.shard in taken_over:
+            gone = draft.put(evolve(gone, remembered=False))
+        if gone.allocation is None and not counts(draft, model, gone):
+            del draft.shards[gone.shard]
     for allocation in result.allocations:
         shard = shard_id(result.replica, allocation.rank)
         devices = f" on {len(allocation.devices)} devices" if allocation.devices else ""

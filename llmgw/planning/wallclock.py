@@ -22,7 +22,7 @@ def moved(
     """The records as a clock C{by} seconds ahead would have written them, so that what is timed takes as long as before."""
     return [
         *(_node(node, by) for node in nodes.values() if node.drain_deadline or node.quarantined_until or node.failures),
-        *(_shard(shard, by) for shard in shards.values() if shard.allocation is not None),
+        *(_shard(shard, by) for shard in shards.values() if shard.allocation is not None or shard.remembered),
         *(evolve(rollout, since=rollout.since + by) for rollout in rollouts.values()),
     ]
 

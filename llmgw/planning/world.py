@@ -124,6 +124,17 @@ class Draft:
         self.events: list[FleetEvent] = []
         self._catalog: Catalog | None = None
         self._numbers: dict[str, int] = {}
+        self._remembered: dict[str, list[str]] | None = None
+
+    @property
+    def remembered(self) -> dict[str, list[str]]:
+        """By model, the first shards of replicas whose failures count for the next one, as they were when first asked for."""
+        if self._remembered is None:
+            self._remembered = {}
+            for record in self.shards.values():
+                if record.remembered and not record.rank:
+                    self._remembered.setdefault(record.model, []).append(record.shard)
+        return self._remembered
 
     @property
     def catalog(self) -> Catalog:
@@ -190,17 +201,21 @@ class Draft:
         return self._numbers[model]
 
     def drop(self, record: ShardRecord) -> None:
-        """Forget a shard; the newest of a model stays as a husk, since numbers of replicas never come back."""
+        """Forget a shard; the newest of a model stays as a husk, since numbers of replicas never come back, and so does one whose
+        failures are to be remembered."""
         if record.allocation is not None:
             self._emptied(record.allocation.node, record.shard)
         # Only a record may take over remembering: a node that merely reported a higher number can go away again.
         newer = any(other.model == record.model and other.number > record.number for other in self.shards.values())
-        if newer or record.rank:
+        kept = record.remembered and record.failed_at > 0
+        if record.rank or (newer and not kept):
             del self.shards[record.shard]
             return
         husk = ShardRecord(record.shard, record.model, record.number, generation=record.generation, attempt=record.attempt)
         husk = evolve(husk, wanted=record.wanted, state=ShardState.STOPPED, since=self.world.now, reason=record.reason)
-        self.put(evolve(husk, peak=record.peak))
+        if kept:
+            husk = husk.with_failures_of(record)
+        self.put(evolve(husk, peak=record.peak, remembered=kept))
 
     def _emptied(self, node: str, last: str) -> None:
         found = self.nodes.get(node)

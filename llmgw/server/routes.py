@@ -50,32 +50,36 @@ def build(known: Known, before: Table | None) -> Table:
     replicas = group(known.shards.values())
     models, endpoints = [], []
     for model in known.catalog.models:
-        found = _static(known, model)
+        found, mine = _static(known, model), replicas.get(model.name, [])
         if model.profile is not None:
-            mine = replicas.get(model.name, [])
             ours = _ours(known, model, mine)
             found += ours + _inherited(known, model.name, before, enough=len(ours) >= max(1, model.replicas.min))
         endpoints += found
-        models.append(_model(known, model, found))
-        models += _adapters(known, models[-1], model, replicas.get(model.name, []), found)
+        models.append(_model(known, model, mine, found))
+        models += _adapters(known, models[-1], model, mine, found)
     models += _leftover(known, before, endpoints)
     keys = tuple(_key(record) for record in known.keys.values() if record.revoked is None)
     return Table(epoch=known.epoch, models=tuple(models), endpoints=tuple(endpoints), keys=keys)
 
 
-def _model(known: Known, model: Model, found: list[RoutedEndpoint]) -> RoutedModel:
+def _model(known: Known, model: Model, replicas: list[Replica], found: list[RoutedEndpoint]) -> RoutedModel:
     routing = model.routing
     return RoutedModel(
         model.name,
         model.aliases,
         tuple(one.id for one in found),
         routing.policy,
-        "" if found else _reason(known, model.name),
+        "" if found else _reason(known, model.name, replicas),
         routing.fallbacks,
         routing.max_in_flight,
         routing.max_waiting,
-        on_demand=model.profile is not None and model.replicas.min == 0 and model.replicas.max > 0,
+        on_demand=model.profile is not None and model.replicas.min == 0 < model.replicas.max and not _hopeless(replicas),
     )
+
+
+def _hopeless(replicas: list[Replica]) -> bool:
+    """Whether no request wakes the model, since all that there is of it has failed for good: then nobody waits for it."""
+    return bool(replicas) and all(replica.state is ShardState.FAILED and not replica.leaving for replica in replicas)
 
 
 def _adapters(
@@ -92,7 +96,7 @@ def _adapters(
         having = {id for id, there in found.items() if there.served == served}
         ids = [one.id for one in routed if {one.id, replica_of(one.id)} & having]
         without = f"none of its replicas has the adapter {adapter.name} loaded: llmgw status tells why"
-        reason = "" if ids else without if routed else _reason(known, model.name)
+        reason = "" if ids else without if routed else base.reason
         sleeps = base.on_demand and not routed
         made.append(
             RoutedModel(
@@ -102,11 +106,22 @@ def _adapters(
     return made
 
 
-def _reason(known: Known, model: str) -> str:
+def _reason(known: Known, model: str, replicas: list[Replica]) -> str:
     """Why a model has no endpoint."""
     if any(str(address[0]).rpartition("/")[0] == model for address in known.denied):
         return "what answers at its replica's address refuses the replica's key: another program may have its port"
-    return known.reasons.get(model, f"{model} has no ready replica")
+    if model in known.reasons:
+        return known.reasons[model]
+    return next(filter(None, map(_failure, replicas)), "") or f"{model} has no ready replica"
+
+
+def _failure(replica: Replica) -> str:
+    """In short why a replica has failed, for whoever asks for its model; what is to be done is the operator's to read."""
+    why = replica.last_failed[0].last_reason.partition(". ")[0]
+    if replica.leaving or not why or replica.failures_here == 0:
+        return ""
+    how = "has failed" if replica.state is ShardState.FAILED else "failed and is started again"
+    return f"{replica.id} {how}: {why}"
 
 
 def _static(known: Known, model: Model) -> list[RoutedEndpoint]:

@@ -132,3 +132,34 @@ def test_a_failing_replica_finds_the_node_that_was_never_asked_for_its_weights(f
     fleet.start_agent("n2")
     (shard,) = fleet.ready(seconds=60)
     assert shard["node"] == "n2" and shard["crashes"] == 3
+
+
+def test_a_model_that_sleeps_gets_no_fresh_budget_with_each_request(fleet):
+    """Between two requests it is put to sleep; five failures are five, however many replicas had them, and all are told why."""
+    dies = ("--exit-after", "0", "--exit-code", "3", "--say", "RuntimeError: no good")
+    elastic = fake_model("m", "{min: 0, max: 1, idle_after: 1s}", *dies)  # type: ignore[arg-type]
+    fleet.write_server(elastic, router=", timeouts: {queue: 1s}")
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    numbers, said = set(), []
+
+    def failed():
+        status, body = fleet.ask()
+        assert status in (503, 504)
+        said.append(body["error"]["message"])
+        numbers.update(shard["id"] for shard in fleet.shards())
+        until(lambda: fleet.status()["models"][0]["wanted"] == 0, "asleep again")
+        return [shard for shard in fleet.shards() if shard["state"] == "failed"]
+
+    (shard,) = until(failed, "given up", 90)
+    assert shard["crashes"] == 5 and len(numbers) > 1
+    assert any("RuntimeError: no good" in text for text in said[:-1])
+    until(lambda: "m/" in fleet.ask()[1]["error"]["message"], "routers know")
+    status, body = fleet.ask()
+    assert status == 503 and "has failed: the command ended with exit status 3: RuntimeError: no good" in body["error"]["message"]
+    until(lambda: fleet.status()["models"][0]["wanted"] == 0, "nobody wants it")
+    for text in (fleet.llmgw("status"), fleet.llmgw("explain", "m"), fleet.llmgw("status", "--check", code=1)):
+        assert "no good" in text and "5 failures in 30 m" in text
+    fleet.llmgw("restart", "m")
+    until(lambda: not fleet.shards(), "an operator's order gives it a new one")

@@ -15,7 +15,15 @@ from llmgw.server.metrics import fleet_metrics
 ALERTS = Path(__file__).resolve().parent.parent / "etc" / "alerts.yaml"
 
 STATUS = {
-    "server": {"name": "cp1", "role": "leader", "epoch": 7, "catalog": 41, "notes": ["x"], "certificate_expires": 1.8e9},
+    "server": {
+        "name": "cp1",
+        "role": "leader",
+        "epoch": 7,
+        "catalog": 41,
+        "notes": ["x"],
+        "certificate_expires": 1.8e9,
+        "https_expires": 1.7e9,
+    },
     "nodes": [
         {
             "name": "n1",
@@ -42,13 +50,22 @@ def test_status_becomes_gauges():
     assert (found["llmgw_replicas_wanted", 'org/"m"'], found["llmgw_replicas_ready", 'org/"m"']) == (2, 1)
     assert [found[f"llmgw_devices{suffix}", "n1"] for suffix in ("", "_used", "_sick")] == [2, 1, 1]
     assert found["llmgw_certificate_expires", "server", "cp1"] == 1.8e9
+    assert found["llmgw_certificate_expires", "router", "cp1"] == 1.7e9
     assert found["llmgw_certificate_expires", "node", "n1"] == 1.9e9 and ("llmgw_certificate_expires", "node", "n2") not in found
     assert found["llmgw_orphans",] == 1 and found["llmgw_notes",] == 1
 
 
 def test_an_empty_fleet_has_gauges_too():
     """No node, no model, no certificate: zeros, so that an alert can tell them from a server that is down."""
-    server = {"name": "r1", "role": "router", "epoch": 0, "catalog": 0, "notes": [], "certificate_expires": None}
+    server = {
+        "name": "r1",
+        "role": "router",
+        "epoch": 0,
+        "catalog": 0,
+        "notes": [],
+        "certificate_expires": None,
+        "https_expires": None,
+    }
     found = samples(fleet_metrics({"server": server, "nodes": [], "models": [], "orphans": []}))
     assert found["llmgw_leader",] == 0 and found["llmgw_nodes", "ready"] == 0
 

@@ -73,4 +73,6 @@ def _certificates(server: Data, nodes: list[Data]) -> Family:
     for role, owner in [("server", server), *(("node", node) for node in nodes)]:
         if owner["certificate_expires"] is not None:
             family.cell(role, owner["name"])[0] = owner["certificate_expires"]
+    if server["https_expires"] is not None:
+        family.cell("router", server["name"])[0] = server["https_expires"]
     return family

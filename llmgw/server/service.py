@@ -28,6 +28,7 @@ from llmgw.server.catalogs import Catalogs
 from llmgw.server.company import Company
 from llmgw.server.controller import Clocks, Controller
 from llmgw.server.fleetport import FleetPort
+from llmgw.server.https import HttpsCertificate
 from llmgw.server.keys import Keys
 from llmgw.server.metrics import fleet_metrics
 from llmgw.server.operations import Operations
@@ -70,6 +71,7 @@ class Server(Service):
         self.settings = settings
         self.workers = workers or RouterWorkers(reactor, settings.router, settings.state)
         self.port: FleetPort | None = None
+        self.https = HttpsCertificate(settings.router.tls, reactor, Clocks().wall)
         self._build("", settings.name)
 
     def _build(self, fleet: str, name: str) -> None:
@@ -132,7 +134,7 @@ class Server(Service):
         expires = lambda: self.port.certificate_expires if self.port else None  # noqa: E731
         warnings = (*self.settings.warnings, *(self.company.warnings() if self.company else ()))
         servers = self.company.servers if self.company else list
-        return Status(self.controller, lambda: self.role, self._in_flight, expires, warnings, servers)
+        return Status(self.controller, lambda: self.role, self._in_flight, self.https, expires, warnings, servers)
 
     def _in_flight(self, endpoint: str) -> int:
         """Over all servers, as last told."""
@@ -175,6 +177,7 @@ class Server(Service):
 
         @raise LlmgwError: a certificate cannot be used; then nothing is taken.
         """
+        self.https.read()
         if self.port is not None and settings.fleet is not None:
             self.port.reload(settings.fleet)
         self.workers.certificates()
@@ -218,6 +221,7 @@ class Server(Service):
         self.settings.state.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Before the router: it would take over the sockets of the server whose folder this is.
         self._lock.take()
+        self.https.start()
         if fleet is not None:
             own = read_identity(fleet.tls, "server").own
             self._build(own.fleet, own.name)
@@ -311,6 +315,7 @@ class Server(Service):
         port = self.port.stopService() if self.port is not None and self.port.running else None
         first = [self.workers.stop(self._at_once), *(each for each in (port, released) if each is not None)]
         first.append(self.usage.stop())
+        self.https.stop()
         if self.company is not None:
             first.append(self.company.stop())
         await self._bounded(DeferredList(first, consumeErrors=True), "the links and the lease")

@@ -17,6 +17,7 @@ from llmgw.planning.versions import outdated
 from llmgw.server.controller import Controller
 from llmgw.server.devices import Claims, claims, devices_data, equipment_data
 from llmgw.server.fetches import fetch_data
+from llmgw.server.https import HttpsCertificate
 from llmgw.server.rollouts import in_force, rollout_data
 from llmgw.server.routing import reasons
 
@@ -28,6 +29,7 @@ class Status:
 
     @param role: C{leader}, C{standby} or C{router}.
     @param in_flight: requests under way on an endpoint.
+    @param https: the certificate that clients are shown.
     @param expires: when the server's own certificate ends, None without one.
     @param warnings: what the configuration's reader had to remark, and whose file is not the catalog in force.
     @param servers: all servers of the store, this one first; empty where there can be only one.
@@ -38,6 +40,7 @@ class Status:
         controller: Controller,
         role: Callable[[], str],
         in_flight: Callable[[str], int],
+        https: HttpsCertificate,
         expires: Callable[[], float | None] = lambda: None,
         warnings: Sequence[str] = (),
         servers: Callable[[], list[Data]] = list,
@@ -45,6 +48,7 @@ class Status:
         self._controller = controller
         self._role = role
         self._in_flight = in_flight
+        self._https = https
         self._expires = expires
         self._warnings = warnings
         self._servers = servers
@@ -68,6 +72,7 @@ class Status:
             "catalog": controller.truth.catalog_revision,
             "revision": controller.truth.revision,
             "certificate_expires": self._expires(),
+            "https_expires": self._https.expires,
             "notes": self._notes(),
             "warnings": list(self._warnings),
             "servers": self._servers(),
@@ -82,7 +87,7 @@ class Status:
         held = controller.outcome.holding if controller.outcome else None
         if held is not None and held.brake:
             found.append(held.text)
-        return found + list(controller.remarks)
+        return found + self._https.notes() + list(controller.remarks)
 
     def _orphans(self) -> Iterable[Orphan]:
         return self._controller.outcome.orphans if self._controller.outcome else ()

@@ -69,3 +69,14 @@ async def test_a_refused_key_changes_the_table(rig_of):  # noqa: F811
     (one,) = rig.routers.routing.endpoints
     rig.server.workers.on_failure(one.id, "key", REFUSES)
     await rig.until(lambda: not rig.routers.routing.endpoints, "left out")
+
+
+@pytest_twisted.ensureDeferred
+async def test_a_router_worker_that_was_replaced_is_told(rig_of):  # noqa: F811
+    """As an event, and for a while in the status."""
+    rig = await rig_of()
+    rig.routers.on_ended(1, 4711, "it was silent for 3.6 s")
+    text = "router worker 1 of cp1 (pid 4711) was replaced: it was silent for 3.6 s"
+    events = (await rig.get("/v1/events"))["events"]
+    assert [(one["kind"], one["subject"], one["text"]) for one in events][-1] == ("router_worker", "cp1", text)
+    assert text in (await rig.get("/v1/status"))["server"]["notes"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmgw.router import histogram
-from llmgw.router.histogram import SECONDS, Family, Metrics, add_up, observe, quantile
+from llmgw.router.histogram import SECONDS, Family, Metrics, add_up, counted, observe, quantile
 
 
 def samples(text: str) -> dict:
@@ -81,6 +81,22 @@ def test_workers_add_up():
     assert found["llmgw_loop_lag_seconds",] == 0.5
     assert found["llmgw_request_duration_seconds_count", ("model", "m"), ("replica", "m/1")] == 2
     assert text.count("# TYPE llmgw_requests_total") == 1
+
+
+def test_what_only_grows_outlives_a_worker():
+    """Of a worker that is gone its counters and histograms stay, of replicas that are still there and of none."""
+    metrics = Metrics()
+    for replica in ("m/1", "m/2", ""):
+        metrics.requests.cell("m", replica, "200", "least", *[""] * (len(metrics.requests.labels) - 4))[0] += 2
+    observe(metrics.duration.cell("m", "m/1"), SECONDS, 0.2)
+    metrics.in_flight.cell("m", "m/1")[0] = 3
+    metrics.tokens.cell("m", "prompt")[0] = 7
+    found = samples(counted(metrics.text(), ("m/1",)))
+    assert sum(value for name, value in found.items() if name[0] == "llmgw_requests_total") == 4
+    assert found["llmgw_request_duration_seconds_count", ("model", "m"), ("replica", "m/1")] == 1
+    assert found["llmgw_tokens_total", ("kind", "prompt"), ("model", "m")] == 7
+    assert not [name for name in found if name[0] in ("llmgw_in_flight", "llmgw_loop_lag_seconds")]
+    assert samples(add_up([counted(metrics.text(), ("m/1", "m/2"))])).items() <= samples(metrics.text()).items()
 
 
 def test_replicas_that_are_gone_are_forgotten():

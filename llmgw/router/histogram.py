@@ -10,6 +10,7 @@ C{other}, and L{Metrics.forget} drops those of what is gone.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 
@@ -26,6 +27,7 @@ OVERHEAD = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 
 LARGEST = frozenset(("llmgw_loop_lag_seconds", "llmgw_breaker_open", "llmgw_prefix_entries", "llmgw_routing_version"))
 
 Cell = list[float]
+_REPLICA = re.compile(r'[{,]replica="([^"]*)"')
 
 
 def observe(cell: Cell, bounds: Sequence[float], value: float) -> None:
@@ -174,6 +176,21 @@ class Metrics:
     def text(self) -> str:
         """This worker's metrics in Prometheus' text format."""
         return "\n".join(line for family in self.families for line in family.lines()) + "\n"
+
+
+def counted(text: str, replicas: Collection[str]) -> str:
+    """Of such a text what only grows: counters and histograms, of these replicas and of none."""
+    lines: list[str] = []
+    keep, held = False, ""
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            held = line
+        elif line.startswith("# TYPE "):
+            keep = line.endswith((" counter", " histogram"))
+            lines += [held, line] if keep else []
+        elif keep and ((found := _REPLICA.search(line)) is None or found[1] in replicas or found[1] in ("", OTHER)):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def add_up(texts: Iterable[str]) -> str:

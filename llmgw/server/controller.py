@@ -37,6 +37,7 @@ from llmgw.server.demand import Demand
 from llmgw.server.emission import Emission, Port
 from llmgw.server.imembers import IMembers
 from llmgw.server.membership import Membership
+from llmgw.server.notes import Notes
 from llmgw.server.reckoning import Reckoner, Weights
 from llmgw.server.routing import Routers, Routing
 from llmgw.server.truth import Truth, differences
@@ -112,6 +113,7 @@ class Controller:
         self.remarks: tuple[str, ...] = ()
         self.truth = Truth()
         self.commits = Commits(name, store, leadership, self.truth, self.end, lambda: ToldBy(self._ahead))
+        self.notes = Notes(name, self.commits, leadership, self.clocks)
         self.members = Membership(self.clocks.steady, self.touch, self._more_room)
         self.reckoner = reckoner or Reckoner()
         self.weights = Weights(self.clocks.steady, self.touch)

@@ -87,7 +87,7 @@ class Status:
         held = controller.outcome.holding if controller.outcome else None
         if held is not None and held.brake:
             found.append(held.text)
-        return found + self._https.notes() + list(controller.remarks)
+        return [*found, *self._https.notes(), *controller.notes.recent(), *controller.remarks]
 
     def _orphans(self) -> Iterable[Orphan]:
         return self._controller.outcome.orphans if self._controller.outcome else ()

@@ -75,6 +75,7 @@ class Place(ProcessProtocol):
     @ivar number: of this place, from 0.
     @ivar sockets: what its worker accepts from.
     @ivar told: called with this place and each message that is for the owner (not C{beat}, C{ready}, C{routing}).
+    @ivar gone: called with this place, the process id and why, when its worker has ended that should have gone on.
     @ivar version: the table version that its worker routes by, -1 while there is none.
     @ivar beat: what its last beat said.
     """
@@ -88,6 +89,7 @@ class Place(ProcessProtocol):
     told: Callable[[Place, Message], None]
     changed: Callable[[], None]
     sockets: list[socket.socket] = field(factory=list)
+    gone: Callable[[Place, int | None, str], None] = lambda place, pid, why: None
     version: int = -1
     ready: bool = False
     beat: Message = field(factory=dict)
@@ -96,6 +98,8 @@ class Place(ProcessProtocol):
     replaced: int = 0
     _channel: Channel | None = None
     _process: Any = None
+    _pid: int | None = None
+    _silence: str = ""
     _column: int = 0
     _since: float = 0.0
     _last_heard: float = 0.0
@@ -127,6 +131,7 @@ class Place(ProcessProtocol):
             self._process = self.reactor.spawnProcess(
                 self, sys.executable, self._argv(list(listening)), env=dict(os.environ), childFDs=descriptors
             )
+            self._pid, self._silence = self._process.pid, ""
         finally:
             ours.close()
             theirs.close()
@@ -172,6 +177,7 @@ class Place(ProcessProtocol):
                 "Router worker {number} (pid {pid}) has been silent for {silent} s; it is replaced.",
                 number=self.number, pid=self.pid, silent=round(silent, 1),
             )  # fmt: skip
+            self._silence = f"it was silent for {silent:.1f} s"
             self.kill()
 
     def excuse(self, seconds: float) -> None:
@@ -197,13 +203,14 @@ class Place(ProcessProtocol):
 
     def _respawn(self, reason: Failure) -> None:
         lived = self.reactor.seconds() - self._since
+        why = self._silence or ("exit code 0" if reason.check(ProcessDone) else str(reason.value).rstrip("."))
         self._short_lives = self._short_lives + 1 if lived < SOON else 0
         pause = min(LONGEST_PAUSE, 0.5 * 2**self._short_lives) if self._short_lives > 1 else 0.0
         self.log.error(
             "Router worker {number} (pid {pid}) ended after {lived} s: {reason}. The next one starts in {pause} s.",
-            number=self.number, pid=self.pid, lived=round(lived, 1), pause=pause,
-            reason="exit code 0" if reason.check(ProcessDone) else str(reason.value),
+            number=self.number, pid=self._pid, lived=round(lived, 1), pause=pause, reason=why,
         )  # fmt: skip
+        self.gone(self, self._pid, why)
         self._again = self.reactor.callLater(pause, self.spawn)
 
     def leave(self, at_once: bool) -> Deferred[None]:

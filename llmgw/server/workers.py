@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field
+from attrs import define
 from msgspec.structs import replace
 from twisted.internet.defer import CancelledError, Deferred, DeferredList, succeed
 from twisted.internet.task import LoopingCall
@@ -31,16 +31,15 @@ from llmgw.router import windows
 from llmgw.router.channel import Message
 from llmgw.router.corrections import Corrections
 from llmgw.router.handover import collect, offers
-from llmgw.router.histogram import add_up
 from llmgw.router.limits import is_limited, row_name
 from llmgw.router.prefixes import Prefixes
 from llmgw.router.scoreboard import ELSEWHERE, WAITING, Scoreboard, shared_file
 from llmgw.router.table import BadTable, Table, read_table, write_table
 from llmgw.router.worker import GENERATION, TABLE, USAGE, read_generation
+from llmgw.server.totals import Totals
 from llmgw.server.workerprocess import Place
 
 BACKLOG = 4096
-SCRAPE = 2.0
 
 
 class CannotListen(LlmgwError):
@@ -65,13 +64,6 @@ class _Waiting:
     done: Deferred[None]
 
 
-@define
-class _Scrape:
-    wanted: set[int]
-    done: Deferred[None]
-    texts: list[str] = field(factory=list)
-
-
 class RouterWorkers:
     """All workers of this server.
 
@@ -79,6 +71,7 @@ class RouterWorkers:
     @ivar taken_over: how many sockets are from workers that still ran.
     @ivar on_demand: called with the name of a model that is asked for and has no endpoint.
     @ivar on_failure: called with C{(endpoint id, kind, sentence)} when an endpoint fails a request (see router/channel.py).
+    @ivar on_ended: called with C{(number, pid, why)} of a worker that has ended, or was ended for its silence.
     @ivar on_usage: called with the rows of a worker's usage message.
     """
 
@@ -94,13 +87,13 @@ class RouterWorkers:
         self.taken_over = 0
         self.on_demand: Callable[[str], None] = lambda model: None
         self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
+        self.on_ended: Callable[[int, int | None, str], None] = lambda number, pid, why: None
         self.on_usage: Callable[[list[dict[str, Any]]], None] = lambda rows: None
         self._servers = 1
         self._checked = 0.0
         self._sockets: list[socket.socket] = []
         self._waiting: list[_Waiting] = []
-        self._scrapes = 0
-        self._scraping: dict[int, _Scrape] = {}
+        self.totals = Totals(reactor)
         self._writing: Deferred[None] | None = None
         self._written = 0
         self._announced = False
@@ -182,7 +175,7 @@ class RouterWorkers:
         for number in range(count):
             place = Place(
                 self._reactor, number, self.generation, self.folder, self._board, self._settings.tls, self._told, self._changed,
-                self._sockets[number::count],
+                self._sockets[number::count], self._ended,
             )  # fmt: skip
             self.places.append(place)
             place.spawn()
@@ -300,6 +293,11 @@ class RouterWorkers:
 
     # What workers say.
 
+    def _ended(self, place: Place, pid: int | None, why: str) -> None:
+        """A worker has ended that should have gone on."""
+        self.totals.ended(place.number, {one.id for one in self.table.endpoints} if self.table is not None else ())
+        self.on_ended(place.number, pid, why)
+
     def _changed(self) -> None:
         if not self._announced and all(place.ready and place.version >= 0 for place in self.places):
             self._announced = True
@@ -320,7 +318,7 @@ class RouterWorkers:
                 case "usage":
                     self.on_usage(message["rows"])
                 case "metrics":
-                    self._scraped(place, message)
+                    self.totals.said(place, message)
                 case "refused":
                     self.log.error("Router worker {number}: {text}", number=place.number, text=message.get("text"))
         except Exception:
@@ -337,6 +335,7 @@ class RouterWorkers:
             place.check()
             if place.ready and place.version < self._written:
                 place.send("table", version=self._written)
+        self.totals.look(self.places)
         self._board.sweep()
         self._corrections.look()
         self._left_usage()
@@ -398,30 +397,8 @@ class RouterWorkers:
             windows.recall(columns, self._board.own, row, int(now // 60), used // self._servers)
 
     def metrics(self) -> Deferred[str]:
-        """The Prometheus text of this server's workers, summed; of those that answer within two seconds."""
-        self._scrapes += 1
-        scrape = _Scrape({place.number for place in self.places if place.ready}, Deferred())
-        self._scraping[self._scrapes] = scrape
-        for place in self.places:
-            place.send("metrics", request=self._scrapes)
-        if not scrape.wanted:
-            scrape.done.callback(None)
-        scrape.done.addTimeout(SCRAPE, self._reactor, onTimeoutCancel=lambda result, _: None)
-        number = self._scrapes
-
-        def summed(_: None) -> str:
-            del self._scraping[number]
-            return add_up(scrape.texts)
-
-        return scrape.done.addCallback(summed)
-
-    def _scraped(self, place: Place, message: Message) -> None:
-        scrape = self._scraping.get(message["request"])
-        if scrape is not None:
-            scrape.texts.append(message["text"])
-            scrape.wanted.discard(place.number)
-            if not scrape.wanted and not scrape.done.called:
-                scrape.done.callback(None)
+        """The Prometheus text of this server's workers, summed."""
+        return self.totals.ask(self.places)
 
     # Stopping.
 
@@ -432,6 +409,7 @@ class RouterWorkers:
         """
         if self._checks.running:
             self._checks.stop()
+        self.totals.stop()
         told = [place.leave(at_once) for place in self.places]
         for waiting in list(self._waiting):
             waiting.done.cancel()

@@ -83,6 +83,15 @@ def test_the_commands_in_a_readme_exist(readme):
     assert len(lines) >= 7 and ("store copy" if "two" in readme else "key create") in "".join(lines)
 
 
+def test_the_manual_installs_as_the_readme_does():
+    """Each line of the example in llmgw-server(8) stands in the README."""
+    page = (ETC / "../man/llmgw-server.8").read_text()
+    example = page.partition(".SH EXAMPLE")[2].partition(".EX\n")[2].partition(".EE")[0]
+    lines = example.replace("\\e\n    ", "").replace("\\-", "-").splitlines()
+    readme = (ETC / "../README.md").read_text()
+    assert len(lines) == 9 and not [line for line in lines if f"\n# {line}\n" not in readme]
+
+
 def test_the_readme_installs_what_the_units_need():
     """Their user and who reads the key, a bundle's state folder, the files that they start from."""
     text, server, agent = (ETC / "../README.md").read_text(), unit(UNITS[0])["Service"], unit(UNITS[1])["Service"]

@@ -145,17 +145,6 @@ class Allowance:
             windows.add_tokens(own, row, grant.minute, tokens - grant.reserved)
         self._board.leave(row)
 
-    def remaining(self, now: float) -> tuple[int | None, int | None]:
-        """Requests and tokens left in this minute, None where there is no limit; for C{x-ratelimit-*} fields."""
-        if not self._limited:
-            return None, None
-        counts = windows.sums(self._board.every_column(), self._row, int(now // 60))
-        left = 1 - now % 60 / 60
-        return (
-            max(0, int(self.rpm - counts[0] - counts[1] * left)) if self.rpm else None,
-            max(0, int(self.tpm - counts[2] - counts[3] * left)) if self.tpm else None,
-        )
-
 
 def widest(team: KeyEntry | None, key: KeyEntry) -> KeyEntry:
     """The limits of a team, of which one more key is known now, in the fields of an entry."""

@@ -83,7 +83,7 @@ async def test_an_engine_may_be_asked_for_an_embedding_or_for_nothing(rig):
     unasked = rig.start(probing(order(engine(500), shard="n/1/0"), "none"))
     await rig.reach(embeds, ShardState.READY)
     await rig.reach(unasked, ShardState.READY)
-    assert await rig.around.probe.works(unasked.intent) == ""
+    assert (await rig.around.probe.works(unasked.intent)).serves
 
 
 @pytest_twisted.ensureDeferred
@@ -92,3 +92,53 @@ async def test_a_first_token_may_take_longer_than_other_answers(rig):
     rig.around.probe._deadline = 0.2
     shard = rig.start(order([*FAKE, "--first-token", "1"]))
     await rig.reach(shard, ShardState.READY)
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """All looks and patience of the agent a hundred times shorter."""
+    monkeypatch.setattr("llmgw.agent.observer.EVERY", 0.05)
+    monkeypatch.setattr("llmgw.agent.progress.HUNG_AFTER", 0.6)
+
+
+def doubt(shard, doubted: bool = True) -> None:
+    """What the leader orders when routers tell that a replica's requests fail."""
+    shard.order(evolve(shard.intent.order, doubted=doubted))
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_engine_in_doubt_that_fails_a_token_too_is_ended_as_hung(rig, hasty):
+    """It prints a line for each request that it fails, which is no work."""
+    shard = await rig.ready()
+    tell(shard, "/fake/fail")
+    doubt(shard)
+    await until(rig.reactor, lambda: not shard.report().healthy, "unhealthy")
+    assert any("asked for one: it answers 500: told to fail" in text for text in shard.report().conditions)
+    doubt(shard, False)  # routers know it no more, since it has left their table
+    await rig.reach(shard, ShardState.FAILED)
+    assert shard.code == "hung" and "no answer and no token for" in shard.reason
+    assert shard.report().diagnosis.cause == "clean_and_retry"
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_engine_in_doubt_that_makes_a_token_is_left_alone(rig, hasty, monkeypatch):
+    """Whatever the routers say. One that fails for a while is healthy again when it makes one, without their word."""
+    monkeypatch.setattr("llmgw.agent.progress.HUNG_AFTER", 60.0)
+    shard = await rig.ready()
+    doubt(shard)
+    await until(rig.reactor, lambda: (shard.report().load.tokens or 0) >= 20, "asked again and again")
+    assert shard.state is ShardState.READY and shard.report().healthy
+    tell(shard, "/fake/fail")
+    await until(rig.reactor, lambda: not shard.report().healthy, "unhealthy")
+    tell(shard, "/fake/fail")
+    doubt(shard, False)
+    await until(rig.reactor, lambda: shard.report().healthy, "healthy again")
+    assert shard.state is ShardState.READY
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_engine_that_nobody_doubts_is_asked_nothing(rig, hasty):
+    """A token costs something."""
+    shard = await rig.ready()
+    await until(rig.reactor, lambda: shard._observer.health._good > 5, "looked at")
+    assert shard.report().load.tokens == 1, "the first one"

@@ -144,7 +144,7 @@ async def test_an_engine_that_is_well_but_makes_no_token_is_ended_as_hung(rig, m
     monkeypatch.setattr("llmgw.agent.progress.HUNG_AFTER", 0.5)
     monkeypatch.setattr("llmgw.agent.probe.DEEP", 0.1)
     shard = await rig.ready()
-    assert await rig.around.probe.works(shard.intent) == ""
+    assert (await rig.around.probe.works(shard.intent)).serves
     with post(shard, "/fake/stall", {}), post(shard, "/v1/completions", {"model": "m", "max_tokens": 5}):
         await until(rig.reactor, lambda: not shard.report().healthy, "unhealthy")
         assert any("makes no token, and asked for one: no answer in 0.5 s" in text for text in shard.report().conditions)

@@ -155,7 +155,7 @@ async def test_an_engine_falls_asleep_and_wakes_in_one_process(rig):
     adopted.order(evolve(adopted.intent.order, wanted=Wanted.RUN))
     adopted.wake()
     await rig.reach(adopted, READY)
-    assert adopted.reason == "it is awake again" and await rig.around.probe.works(adopted.intent) == ""
+    assert adopted.reason == "it is awake again" and (await rig.around.probe.works(adopted.intent)).serves
 
 
 @pytest_twisted.ensureDeferred

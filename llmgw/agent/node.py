@@ -241,11 +241,14 @@ class Node:
             self._wind_down(order)
 
     def _equip(self, order: ShardOrder) -> None:
-        """Adapters of an engine that takes them while it runs are a level of their own: no operation is named for them."""
+        """Adapters of an engine that takes them while it runs, and a doubt of it, are levels: no operation is named for them."""
         current = self._shards.get(order.shard)
-        if current is not None and current.attempt == order.attempt and current.intent.loras.load:
-            noted = current.intent.order
-            current.order(evolve(noted, profile=evolve(noted.profile, loras=order.profile.loras)))
+        if current is None or current.attempt != order.attempt:
+            return
+        noted = evolve(current.intent.order, doubted=order.doubted)
+        if current.intent.loras.load:
+            noted = evolve(noted, profile=evolve(noted.profile, loras=order.profile.loras))
+        current.order(noted)
 
     def _run(self, order: ShardOrder) -> None:
         current = self._shards.get(order.shard) or self._remembered(order)

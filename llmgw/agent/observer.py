@@ -83,6 +83,7 @@ class Observer:
         self._rest = b""
         self._obstacle = ""
         self._refusing: float | None = None
+        self._mute = False
         self._joined = False
         self._memory_at = self._began
         self.phase = ""
@@ -209,14 +210,18 @@ class Observer:
         problem = await self._probe.healthy(intent)
         await self._ask_load(intent)
         self._still.saw(self._reactor.seconds(), self.load, written(self._watched.folder.path), intent.limit)
-        if not problem and self._still.doubtful(self._reactor.seconds()):
-            problem = await self._probe.works(intent)
+        refuses, printed = False, written(self._watched.folder.path)
+        if not problem and (self._mute or intent.order.doubted or self._still.doubtful(self._reactor.seconds())):
+            verdict = await self._probe.works(intent)
+            problem, self._mute, refuses = verdict.text, not verdict.serves, verdict.refuses
+            # An engine may print a line for each request that it fails; that is no work.
+            printed = 0 if refuses else printed
         host = urlsplit(intent.url).hostname or ""
         if gone := bool(problem) and not has_address(host):
             problem = f"{host} is no address of this node any more"
         before = self.health.healthy
         now = self._reactor.seconds()
-        self.health.saw(now, problem, self.load.tokens, written(self._watched.folder.path))
+        self.health.saw(now, problem, self.load.tokens, printed)
         standing = {text for text in self.conditions if not text.startswith("unhealthy")} - {ADDRESS_GONE}
         standing |= {ADDRESS_GONE} if gone else set()
         self.conditions = frozenset(standing if self.health.healthy else {*standing, f"unhealthy: {self.health.reason}"})
@@ -224,7 +229,8 @@ class Observer:
             self._watched.changed()
         # An engine that cannot be asked does not hang for that: the address may return, or the leader starts it at another.
         if self.health.hangs(now) and not gone:
-            self._give_up("hung", f"it hangs: no answer, no token and no output for {HUNG_AFTER:g} s ({problem})")
+            nothing = "no answer and no token" if refuses else "no answer, no token and no output"
+            self._give_up("hung", f"it hangs: {nothing} for {HUNG_AFTER:g} s ({problem})")
 
     def equip(self) -> None:
         """Have the engine load and unload adapters, if it serves and there is something to do. Requests go on meanwhile."""

@@ -147,10 +147,11 @@ class EngineProbe:
         answer = await self._bounded(self._request(b"POST", url, key, said), deadline)
         return "" if answer.status == 200 else _said(answer)
 
-    async def works(self, intent: Intent) -> str:
-        """Why it seems to infer no more, empty if it does."""
+    async def works(self, intent: Intent) -> Verdict:
+        """Whether it still infers."""
         answer = await self._asked(intent, self._deadline * DEEP)
-        return f"it makes no token, and asked for one: {_said(answer)}" if answer else ""
+        text = f"it makes no token, and asked for one: {_said(answer)}" if answer else ""
+        return Verdict(answer is None, text, answered=True, refuses=answer is not None and answer.status not in (0, 503))
 
     async def _asked(self, intent: Intent, patience: float) -> Answer | None:
         """What it makes of the smallest question, None if it infers: a refusal of one token shows that it thinks."""

@@ -87,8 +87,8 @@ def model_table(models: list[Answer], now: float) -> str:
 
 def _model_row(model: Answer, now: float) -> list[str]:
     replicas = model.get("replicas") or []
-    ready = [replica for replica in replicas if replica.get("state") == "ready"]
-    rest = [replica for replica in replicas if replica.get("state") != "ready"]
+    ready = [replica for replica in replicas if replica.get("state") == "ready" and not replica.get("failing")]
+    rest = [replica for replica in replicas if replica.get("state") != "ready" or replica.get("failing")]
     shown = [replica_text(replica, now) for replica in ready[:SHOWN_READY]]
     if len(ready) > SHOWN_READY:
         nodes = {shard.get("node") for replica in ready for shard in replica.get("shards") or ()}
@@ -118,7 +118,7 @@ def replica_text(replica: Answer, now: float) -> str:
     on_its_way = state in ("placed", "starting", "loading")
     said = " ".join(filter(None, (where + gpus, state, _progress(worst, lasting) if on_its_way else lasting)))
     if on_its_way or state == "ready":
-        return said + _crashes(worst)
+        return said + (f", failing: {replica['failing']}" if replica.get("failing") else "") + _crashes(worst)
     reason = worst.get("reason") or replica.get("reason") or ""
     return f"{said}: {reason}" if reason else said
 
@@ -227,6 +227,11 @@ def complaints(status: Answer, now: float) -> list[str]:
             found.append(f"model {model['name']}: {rollout.get('reason')}")
         elif failed := [replica for replica in model.get("replicas") or () if replica.get("state") == "failed"]:
             found.append(f"model {model['name']}: {'; '.join(replica_text(replica, now) for replica in failed)}")
+        found += [
+            f"model {model['name']}: {replica.get('id')} is failing: {replica['failing']}"
+            for replica in model.get("replicas") or ()
+            if replica.get("failing")
+        ]
         shards = (shard for replica in model.get("replicas") or () for shard in replica.get("shards") or ())
         missing = ((shard, one) for shard in shards for one in shard.get("loras") or () if one.get("problem"))
         found += [f"model {model['name']}: {shard.get('id')}: {one['problem']}" for shard, one in missing]

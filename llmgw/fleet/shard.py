@@ -160,6 +160,7 @@ class ShardOrder:
     C{operation} names the effect: the agent answers a repeated one as it did the first time. C{deadline} is how many
     seconds a drain may take. C{served} are the names the engine must answer to, the model's own first. A stop leaves the engine
     alone for C{patience} seconds, since its rank 0 is ending and tells it to; ordered again with less, it goes on at once.
+    C{doubted}: its requests fail, so its engine is to be asked for a token now and then.
     """
 
     shard: str
@@ -174,6 +175,7 @@ class ShardOrder:
     deadline: float = 600.0
     grace: float = 20.0
     patience: float = 0.0
+    doubted: bool = False
 
 
 @frozen

@@ -128,7 +128,9 @@ def _obeyed(world: World, outcome: Outcome) -> World:
     }
     nodes = {name: _emptied(node, ended[name]) if name in ended else node for name, node in outcome.nodes.items()}
     demand = {name: count - outcome.gave.get(name, 0) for name, count in world.demand.items()}
-    return evolve(world, shards=shards, told=said, nodes=nodes, rollouts=outcome.rollouts, declined={}, demand=demand, scaled={})
+    return evolve(
+        world, shards=shards, told=said, nodes=nodes, rollouts=outcome.rollouts, declined={}, demand=demand, scaled={}, failing={}
+    )
 
 
 def _was_leaving(world: World, record: ShardRecord) -> bool:

@@ -39,9 +39,13 @@ def attempt_id(shard: str, attempt: int, epoch: int, revision: int) -> str:
 
 
 def orders(
-    shards: Iterable[ShardRecord], nodes: Mapping[str, NodeRecord], unrouted: Collection[str], timing: Timing
+    shards: Iterable[ShardRecord],
+    nodes: Mapping[str, NodeRecord],
+    unrouted: Collection[str],
+    timing: Timing,
+    doubted: Collection[str] = (),
 ) -> dict[str, tuple[ShardOrder, ...]]:
-    """What each node is to be told, by node."""
+    """What each node is to be told, by node; C{doubted} are endpoints whose requests fail."""
     found: dict[str, list[ShardOrder]] = defaultdict(list)
     listed = sorted(shards, key=lambda record: record.shard)
     heads = {replica_of(record.shard): record for record in listed if record.rank == 0}
@@ -51,6 +55,8 @@ def orders(
         order = _order(record, head, nodes, unrouted, timing)
         if order is not None and follows:
             order = evolve(order, grace=min(order.grace, FOLLOWER_GRACE), patience=_patience(head, timing))
+        if order is not None and (record.shard if record.rank else replica_of(record.shard)) in doubted:
+            order = evolve(order, doubted=True)
         if order is not None:
             found[order.allocation.node].append(order)
     return {node: tuple(there) for node, there in found.items()}

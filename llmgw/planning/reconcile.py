@@ -66,6 +66,8 @@ def reconcile(world: World) -> Outcome:
     held = follow_nodes(draft)
     for model_name, why in world.scaled.items():
         draft.say("scaled", model_name, why)
+    for replica, why in world.failing.items():
+        draft.say("failing", replica, why)
     for record in world.shards.values():
         _guarded(broken, record.shard, observe, draft, record)
     _guarded(broken, "peaks", follow_peaks, draft)

@@ -61,6 +61,7 @@ class World:
     @ivar idle: those of them on which no request runs any more.
     @ivar demand: how many replicas the load asks for, by model; the catalog's bounds hold.
     @ivar scaled: why the demand has changed since the last plan, a sentence by model.
+    @ivar failing: of replicas, a sentence on whether their requests fail, where that has changed since the last plan.
     @ivar unused: seconds since a request last ran on or waited for a model, where that is known.
     @ivar load: how many requests run on an endpoint, by its id: a replica's, or that of a further shard that serves.
     @ivar jitter: a new factor around 1 at each call.
@@ -88,6 +89,7 @@ class World:
     idle: frozenset[str] = frozenset()
     demand: Mapping[str, int] = field(factory=dict)
     scaled: Mapping[str, str] = field(factory=dict)
+    failing: Mapping[str, str] = field(factory=dict)
     unused: Mapping[str, float] = field(factory=dict)
     load: Callable[[str], int] = lambda endpoint: 0
     last_ports: Mapping[str, int] = field(factory=dict)

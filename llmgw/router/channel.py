@@ -16,7 +16,9 @@ beat for 3 seconds replaces the worker on the worker's own listening socket.
       beat          in_flight, waiting, connections, lag, rss
                                             each second; lag is how late the timer fired (s), rss is in bytes
       demand        model, waiting          requests wait for a model without endpoints; at most once a second for each model
-      failure       endpoint, kind, text    it failed a request: kind: connect, reset, timeout, status, key (401), forbidden (403)
+      failure       endpoint, kind, text,   it failed a request: kind: connect, reset, timeout, status, key (401), forbidden (403)
+                    open                    and whether it is left alone for that
+      recovered     endpoint                one that was left alone has answered
       usage         rows                    what has been used since the last such message (see router/usage.py)
       metrics       request, text           this worker's Prometheus text
 

@@ -44,6 +44,7 @@ class Door:
     @ivar leaving: no new connection is accepted any more.
     @ivar unheard: leaving, and no server hears any more what is asked for here: who waits for a model to start waits in vain.
     @ivar on_failure: called with C{(endpoint id, kind, text)} when an endpoint fails a request.
+    @ivar on_recovered: called with the id of an endpoint whose breaker has closed.
     @ivar on_demand: called with a model that is asked for and has no endpoint.
     """
 
@@ -55,6 +56,7 @@ class Door:
         self.connections: set[ServerConnection] = set()
         self.stopping = self.leaving = self.unheard = False
         self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
+        self.on_recovered: Callable[[str], None] = lambda endpoint: None
         self.on_demand: Callable[[Served], None] = lambda served: None
         self._prefix = os.urandom(6).hex().encode() + b"-"
         self._count = 0
@@ -230,6 +232,7 @@ class Door:
         """An endpoint that had failed has answered."""
         if upstream.breaker.succeeded():
             self.accounts.breaker(served, upstream, "closed")
+            self.on_recovered(upstream.id)
 
     def finished(self, exchange: Exchange, grant: Grant) -> None:
         """A request has ended, however."""

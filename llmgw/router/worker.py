@@ -121,6 +121,7 @@ class Worker:
         self.shared = Shared(loop, self.board, prefixes, WaitingRoom(loop.call_later, time.monotonic), self._folder)
         self.door = Door(self.shared, Routes(Table(), self.board), self.accounts)
         self.door.on_failure = self._failure
+        self.door.on_recovered = self._recovered
         self.door.on_demand = self._demand
         self.channel = Channel(self)
         self._demanded: dict[str, float] = {}
@@ -227,7 +228,12 @@ class Worker:
             self.door.turn_out()
 
     def _failure(self, endpoint: str, kind: str, text: str) -> None:
-        self.channel.send("failure", endpoint=endpoint, kind=kind, text=text)
+        upstream = self.door.routes.upstreams.get(endpoint)
+        left_alone = upstream is not None and bool(upstream.breaker.blocked_until)
+        self.channel.send("failure", endpoint=endpoint, kind=kind, text=text, open=left_alone)
+
+    def _recovered(self, endpoint: str) -> None:
+        self.channel.send("recovered", endpoint=endpoint)
 
     def _demand(self, served: Served) -> None:
         """A model is asked for and has no endpoint."""

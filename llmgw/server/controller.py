@@ -195,6 +195,7 @@ class Controller:
     def _look_at_clocks(self) -> None:
         """What no message tells of: timers of nodes, retries, drains that have come to an end."""
         self.demand.look(self.truth.catalog, lambda: group(self.truth.shards.values()))
+        self.routing.doubts.look()
         outcome = self.outcome
         draining = self.routing.draining
         waited = self.clocks.steady() - self._last_plan
@@ -226,6 +227,7 @@ class Controller:
             if event.tail:
                 self.members.told_tail(event.node, event.subject)
         self.demand.said(world.scaled)
+        self.routing.doubts.said(world.failing)
         self.demand.gave_way(outcome.gave)
         self.truth.nodes.update(outcome.nodes)
         self.outcome = outcome
@@ -307,6 +309,7 @@ class Controller:
             idle=replicas.idle(),
             demand=self.demand.wanted,
             scaled=dict(self.demand.scaled),
+            failing=dict(self.routing.doubts.news),
             unused=self.demand.unused(),
             load=self.routing.load,
             last_ports=self._last_ports(),
@@ -364,7 +367,8 @@ class Controller:
         waiting, self._to_route = self._to_route, []
         for each in waiting:
             each.callback("")
-        wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing)
+        doubted = self.routing.doubts.all()
+        wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing, doubted)
         if self.emission.port is not None:
             self.emission.port.expected = len(truth.nodes)
         self.emission.send(wanted, {name: here.session for name, here in self.members.present.items()}, truth.revision)

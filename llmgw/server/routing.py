@@ -21,6 +21,7 @@ from llmgw.fleet.shard import ShardReport, ShardState, Wanted, replica_of
 from llmgw.planning.loras import part, parting
 from llmgw.planning.reconcile import Outcome
 from llmgw.router.table import Table
+from llmgw.server.doubts import Doubts
 from llmgw.server.membership import Membership
 from llmgw.server.routes import Known, address_of, build, parts_of
 from llmgw.server.truth import Truth
@@ -59,6 +60,7 @@ class Routers(Protocol):
 class Routing:
     """The table in force.
 
+    @ivar doubts: replicas whose requests fail.
     @ivar before: the last table, at first the one that was on disk.
     @ivar unrouted: replicas that are leaving, and adapters (see L{part}), and that no router sends requests to any more.
     @ivar problem: why the last table could not be given to the routers, empty if it could.
@@ -79,6 +81,7 @@ class Routing:
         self._leaving: set[str] = set()
         self._parts: dict[str, list[str]] = {}
         self._published = False
+        self.doubts = Doubts(steady, news)
         self.before: Table | None = None
         self.unrouted: set[str] = set()
         self.problem = ""
@@ -102,9 +105,13 @@ class Routing:
         """How many requests an endpoint has, whoever sent them."""
         return self._routers.load(endpoint_id)
 
-    def failed(self, endpoint_id: str, kind: str, text: str) -> None:
-        """A request has failed at an endpoint. That is for breakers, but for a refused key: another engine has its port."""
+    def failed(self, endpoint_id: str, kind: str, text: str, open: bool = False) -> None:
+        """A request has failed at an endpoint. That is for breakers, but for a refused key: another engine has its port. C{open}:
+        a breaker is.
+        """
         now = self._steady()
+        if open and not endpoint_id.startswith("static:"):
+            self.doubts.failed(endpoint_id, text)
         if now - self._told.get((endpoint_id, kind), -QUIET) >= QUIET:
             self._told = {told: at for told, at in self._told.items() if now - at < QUIET} | {(endpoint_id, kind): now}
             self.log.warn("Requests to {id} fail: it {text}.", id=endpoint_id, text=text)

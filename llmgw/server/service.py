@@ -231,6 +231,7 @@ class Server(Service):
         self.workers.on_demand = self._asked
         self.workers.on_usage = self.usage.add
         self.workers.on_failure = self._request_failed
+        self.workers.on_recovered = self._recovered
         self.workers.on_ended = self._worker_ended
         self.usage.on_today = self.workers.used_today
         self.workers.start()
@@ -238,13 +239,16 @@ class Server(Service):
             self.succession.port = self.port
             self.port.startService()
 
-    def _request_failed(self, endpoint: str, kind: str, text: str) -> None:
-        self.controller.routing.failed(endpoint, kind, text)
+    def _request_failed(self, endpoint: str, kind: str, text: str, open: bool = False) -> None:
+        self.controller.routing.failed(endpoint, kind, text, open)
 
     def _worker_ended(self, number: int, pid: int | None, why: str) -> None:
         self.controller.notes.add(
             "router_worker", f"router worker {number} of {self.controller.name} (pid {pid}) was replaced: {why}"
         )
+
+    def _recovered(self, endpoint: str) -> None:
+        self.controller.routing.doubts.recovered(endpoint)
 
     def _asked(self, model: str) -> None:
         """A client waits for a model that sleeps: a standby passes it on."""

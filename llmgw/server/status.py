@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llmgw.fleet.model import Model
@@ -154,7 +154,8 @@ class Status:
 
     def _model(self, model: Model, replicas: list[Replica], reason: str) -> Data:
         controller = self._controller
-        shown = [self._replica(replica) for replica in replicas]
+        doubts = controller.routing.doubts.all()
+        shown = [self._replica(replica, doubts) for replica in replicas]
         ready = sum(replica.ready for replica in replicas)
         want = wanted(model, self._controller.demand.wanted) if model.profile else 0
         endpoints = [{"url": endpoint.url, "model": endpoint.model or model.name} for endpoint in model.endpoints]
@@ -178,8 +179,9 @@ class Status:
         """Each replica shows its own reason; the model's is only for what no replica says."""
         return "" if ready >= want or replicas else "not placed yet"
 
-    def _replica(self, replica: Replica) -> Data:
+    def _replica(self, replica: Replica, doubts: Mapping[str, str]) -> Data:
         head = replica.shards[0]
+        shards = [self._shard(shard) for shard in replica.shards]
         return {
             "id": replica.id,
             "generation": replica.generation,
@@ -187,7 +189,8 @@ class Status:
             "endpoint": head.url or None,
             "replace": head.replace,
             "in_flight": self._in_flight(replica.id),
-            "shards": [self._shard(shard) for shard in replica.shards],
+            "failing": _failing(replica, shards, doubts) if replica.state is ShardState.READY else "",
+            "shards": shards,
         }
 
     def _shard(self, record: ShardRecord) -> Data:
@@ -236,6 +239,12 @@ class Status:
             return f"router for {len(controller.truth.catalog.models)} models"
         lead = f"{role} epoch {controller.leadership.epoch}"
         return f"{lead}, {ready}/{len(nodes)} nodes ready, {serving}/{len(replicas)} replicas ready"
+
+
+def _failing(replica: Replica, shards: list[Data], doubts: Mapping[str, str]) -> str:
+    """Why a replica that is there does not serve well, empty if it does: by its agent, else by what routers tell."""
+    found = [text for shard in shards for text in shard.get("conditions", ()) if text.startswith("unhealthy")]
+    return next((text for text in [*found, *(doubts.get(id) for id in (replica.id, *(s["id"] for s in shards)))] if text), "")
 
 
 def _quarantine(record: NodeRecord) -> Data:

@@ -70,7 +70,8 @@ class RouterWorkers:
     @ivar table: the table last published, or found on disk; None before L{listen} and where there has never been one.
     @ivar taken_over: how many sockets are from workers that still ran.
     @ivar on_demand: called with the name of a model that is asked for and has no endpoint.
-    @ivar on_failure: called with C{(endpoint id, kind, sentence)} when an endpoint fails a request (see router/channel.py).
+    @ivar on_failure: called with C{(endpoint id, kind, sentence, open)} when an endpoint fails a request, C{on_recovered}
+        with the id of one that was left alone and has answered (see router/channel.py).
     @ivar on_ended: called with C{(number, pid, why)} of a worker that has ended, or was ended for its silence.
     @ivar on_usage: called with the rows of a worker's usage message.
     """
@@ -86,7 +87,8 @@ class RouterWorkers:
         self.generation = 0
         self.taken_over = 0
         self.on_demand: Callable[[str], None] = lambda model: None
-        self.on_failure: Callable[[str, str, str], None] = lambda endpoint, kind, text: None
+        self.on_failure: Callable[[str, str, str, bool], None] = lambda endpoint, kind, text, open: None
+        self.on_recovered: Callable[[str], None] = lambda endpoint: None
         self.on_ended: Callable[[int, int | None, str], None] = lambda number, pid, why: None
         self.on_usage: Callable[[list[dict[str, Any]]], None] = lambda rows: None
         self._servers = 1
@@ -314,7 +316,9 @@ class RouterWorkers:
                 case "demand":
                     self.on_demand(message["model"])
                 case "failure":
-                    self.on_failure(message["endpoint"], message["kind"], message["text"])
+                    self.on_failure(message["endpoint"], message["kind"], message["text"], bool(message.get("open")))
+                case "recovered":
+                    self.on_recovered(message["endpoint"])
                 case "usage":
                     self.on_usage(message["rows"])
                 case "metrics":

@@ -3,7 +3,7 @@
 It speaks OpenAI's HTTP (chat, completions, embeddings, models), C{/health} and C{/metrics}, enforces the key in
 C{$LLMGW_ENGINE_KEY} where that is set, and misbehaves on request: it dies, hangs, lies, floods, ignores SIGTERM, leaves
 children. Its start is printed in the lines that the C{command} adapter reads. C{POST /fake/hang}, C{/fake/stall} (it answers
-all but inference) and C{/fake/exit} act later.
+all but inference), C{/fake/fail} (requests fail; again: no more) and C{/fake/exit} act later.
 """
 
 from __future__ import annotations
@@ -178,12 +178,16 @@ class Engine:
         if path == "/fake/stall":
             self.stalled = True
             return self.answer(writer, 200, "text/plain", "stalled")
+        if path == "/fake/fail":
+            self.settings.fail_requests = None if self.settings.fail_requests else 500
+            return self.answer(writer, 200, "text/plain", "")
         if path == "/fake/exit":
             self.exit(self.settings.exit_code)
         asked: dict[str, Any] = json.loads(body)
         status = self.settings.fail_requests or (500 if self.settings.health_lies else 0 if self.loaded else 503)
         status = 503 if self.asleep else status
         if status:
+            say(f"{path} {status}")
             return self.error(writer, status, "told to fail" if self.loaded else "Loading model")
         if asked.get("model") not in self.names:
             return self.error(writer, 404, f"The model `{asked.get('model')}` does not exist.")

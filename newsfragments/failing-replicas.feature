@@ -1,0 +1,1 @@
+A replica whose requests fail while its health path says that it is well is shown as failing by `status`, `status --check`, `explain` and `events`; its engine is asked for a token, left out if it makes none, and started anew if it makes none for a minute. One that makes it is never ended.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +17,7 @@ from llmgw.agent.operations import Operations
 from llmgw.agent.output import last_lines, read_output, written
 from llmgw.agent.shardfolder import Intent, ShardFolders
 from llmgw.agent.shim import keep_bounded
+from llmgw.fleet.shard import Wanted
 from llmgw.wire.messages import Done
 from tests.agent_rig import order
 
@@ -117,6 +121,22 @@ def test_answers_without_a_disk(tmp_path):
     assert memory.get("a") == Done("a", True)
 
 
+@pytest.fixture
+def full_disk():
+    """While it is entered no file of this process grows."""
+
+    @contextlib.contextmanager
+    def filled():
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return filled()
+
+
 def attempt(folders: ShardFolders, shard: str, number: int, size: int = 10):
     folder = folders.attempt(shard, number)
     folder.create()
@@ -124,6 +144,17 @@ def attempt(folders: ShardFolders, shard: str, number: int, size: int = 10):
     (folder.path / "output.log").write_bytes(b"x" * size)
     os.utime(folder.path, (number, number))
     return folder
+
+
+def test_what_an_adopted_engine_is_reached_by_survives_a_full_disk(tmp_path, full_disk):
+    """No byte can be written any more while it is told of a drain: its key and what it was started for stay as they were."""
+    folder = ShardFolders(tmp_path).attempt("m/1/0", 1)
+    folder.create()
+    noted = Intent(order(("true",)), "command", "command", key="secret")
+    folder.write_intent(noted)
+    with full_disk, pytest.raises(OSError):
+        folder.write_intent(evolve(noted, order=evolve(noted.order, wanted=Wanted.DRAIN)))
+    assert folder.intent() == noted
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\xff", "[" * 100_000], ids=["empty", "half", "list", "binary", "deep"])

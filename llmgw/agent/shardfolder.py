@@ -147,17 +147,20 @@ class AttemptFolder:
     def intent(self) -> Intent | None:
         """What this attempt was started for."""
         found = self._value("intent.json", Intent)
+        return found and evolve(found, key=self._key())
+
+    def _key(self) -> str:
         try:
-            return found and evolve(found, key=(self.path / "key").read_text().strip())
+            return (self.path / "key").read_text().strip()
         except OSError:
-            return found
+            return ""
 
     def write_intent(self, intent: Intent) -> None:
-        """Write it, and its key into a file of its own.
+        """Write it, and its key into a file of its own, once: to write that again on a full disk would lose it.
 
-        @raise OSError: it cannot be written.
+        @raise OSError: it cannot be written; what was there stays.
         """
-        if intent.key:
+        if intent.key and intent.key != self._key():
             with open(self.path / "key", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(intent.key + "\n")
         self.write("intent.json", evolve(intent, key=""))

@@ -161,6 +161,18 @@ def test_a_quarantine_that_was_ended_does_not_come_back_for_the_same_failures():
     assert not in_quarantine(again(outcome, 1, nodes=reset).nodes["a"], NOW + 1)
 
 
+def test_no_node_is_closed_while_it_is_away_from_a_new_leader_with_an_engine_that_served():
+    """Its old failures are in its record, that it serves is not; only when it is back and serves nothing is it closed."""
+    nodes = {"a": evolve(three(UNKNOWN).nodes["a"], quarantined_until=None)}
+    known = {"nodes": nodes, "now": NOW + 9}
+    away = reconcile(world(shard(state=ShardState.UNKNOWN, served_since=NOW - 500), told={}, **known))
+    assert not in_quarantine(away.nodes["a"], NOW + 9)
+    back = reconcile(world(shard(state=ShardState.UNKNOWN, served_since=NOW - 500), told={"a": told(report())}, **known))
+    assert not in_quarantine(back.nodes["a"], NOW + 9)
+    gone = reconcile(world(shard(state=ShardState.UNKNOWN, served_since=NOW - 500), told={"a": told()}, **known))
+    assert in_quarantine(gone.nodes["a"], NOW + 9)
+
+
 def test_failures_are_forgotten_with_time_and_by_who_serves():
     """But not before the quarantine that they caused is over, so that it can be explained."""
     sick = three(UNKNOWN).nodes["a"]

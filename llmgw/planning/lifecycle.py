@@ -103,10 +103,12 @@ def follow_quarantine(draft: Draft) -> None:
     """A node on which several different models fail, and none serves, is sick itself: nothing goes there for a while.
 
     The while doubles with each failure. What failed is in the node's record, so a restart of the server forgets nothing, nor does
-    it go with a replica that has moved on. Who serves there clears the node of its failures.
+    it go with a replica that has moved on. Who serves there clears the node of its failures. Whoever served there may still do so
+    while the node is away, as all are when a server has just begun to lead.
     """
-    serving = {(r.allocation.node, r.model) for r in draft.shards.values() if r.allocation and r.state is ShardState.READY}
-    busy = {node for node, _ in serving}
+    placed = [(r, r.allocation.node) for r in draft.shards.values() if r.allocation]
+    serving = {(node, r.model) for r, node in placed if r.state is ShardState.READY}
+    busy = {node for r, node in placed if r.state is ShardState.READY or (r.state is ShardState.UNKNOWN and r.served_since)}
     for node in [node for node in draft.nodes.values() if node.failures]:
         now = draft.world.now
         kept = [one for one in node.failures if (node.name, one.model) not in serving]

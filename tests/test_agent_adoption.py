@@ -106,10 +106,12 @@ async def test_another_boot_is_another_process(rig):
     shard.leave()
     run = json.loads((shard.folder.path / "run.json").read_text())
     (shard.folder.path / "run.json").write_text(json.dumps(run | {"boot": "another"}))
+    (shard.folder.path / "exit.json").write_text(json.dumps({"code": -signal.SIGKILL, "at": 1.0, "error": ""}))
     os.rename(shard.folder.path, shard.folder.path.with_name("2"))  # Its marks no longer name it, as after a reboot.
     adopted = rig.adopt(attempt=2)
     await rig.reach(adopted, FAILED)
-    assert "the node was restarted" in adopted.reason and NODE_RESTARTED in adopted.conditions
+    assert adopted.reason == "the node was restarted: killed by signal 9" and NODE_RESTARTED in adopted.conditions
+    assert adopted.diagnosis is None, "nobody is told of memory for what the shutdown did"
     assert alive(run["engine"]["pid"])
 
 

@@ -109,9 +109,10 @@ class Supervisor:
             self.tree = evolve(self.tree, shim=run.shim, engine=run.engine)
         self.exit = (self.folder.exit() or (ShardExit(), ""))[0]
         self.code = "exited"
-        self._judge()
-        said = self.diagnosis.text if self.diagnosis else str(self.exit)
         rebooted = run is not None and run.engine.boot != boot_id()
+        if not rebooted:  # What a shutdown did to it looks like a crash.
+            self._judge()
+        said = self.diagnosis.text if self.diagnosis else str(self.exit)
         self.conditions |= {NODE_RESTARTED} if rebooted else set()
         when = "the node was restarted" if rebooted else "it ended while no agent was running"
         self._life.fail(f"{when}: {said}", True)

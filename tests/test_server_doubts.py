@@ -40,13 +40,12 @@ def test_a_doubt_ends_when_it_answers_or_nobody_tells_of_it():
 
 @pytest_twisted.ensureDeferred
 async def test_a_doubt_is_shown_written_down_and_ordered(rig_of):  # noqa: F811
-    """From a worker's word, through the server; one on a static endpoint or a closed breaker goes no further."""
+    """From a worker's word, through the server; one on a closed breaker goes no further."""
     rig = await rig_of(model("m"))
     rig.link("a", 1)
     await rig.until(lambda: rig.routers.routing.endpoints, "routed")
     workers, controller = rig.server.workers, rig.server.controller
     workers.on_failure("m/1", "status", FAILS, False)
-    workers.on_failure("static:m/0", "status", FAILS, True)
     assert not controller.routing.doubts.all()
     workers.on_failure("m/1", "status", FAILS, True)
     await rig.until(lambda: not controller.routing.doubts.news, "written down")

@@ -101,7 +101,7 @@ class Handlers:
         note = controller.outcome.notes.get(model["name"], "") if controller.outcome else ""
         lines = _each(model) + ([f"  {note}"] if note else [])
         if why is None:
-            return answer | {"text": f"{model['name']} wants {model['wanted']} and has {model['ready']} ready.", "lines": lines}
+            return answer | {"text": _has(model), "lines": lines}
         head = heading(why, model["wanted"], len(model["replicas"]))
         return answer | {"text": head, "lines": lines + why.lines(), "explanation": why.data()}
 
@@ -311,11 +311,20 @@ class Handlers:
         return {"refusals": [asdict(refusal) for refusal in sorted(found, key=lambda refusal: refusal.at)]}
 
 
+def _has(model: Data) -> str:
+    """How much of a model there is."""
+    well, all = sum(not one["failing"] for one in model["endpoints"]), len(model["endpoints"])
+    elsewhere = f"{well} of {all} endpoints elsewhere do not fail" if all else ""
+    ours = f"wants {model['wanted']} and has {model['ready']} ready" if model["wanted"] or not all else ""
+    return f"{model['name']} {'; '.join(filter(None, (ours, elsewhere)))}." if ours else f"{model['name']}: {elsewhere}."
+
+
 def _each(model: Data) -> list[str]:
     """A line per replica that is not ready or fails, and one on a number of replicas that may vary."""
     shards = [shard for replica in model["replicas"] if replica["state"] != "ready" for shard in replica["shards"]]
     lines = [f"  {shard['id']}  {shard['node']}  {shard['state']}  {shard['reason']}".rstrip() for shard in shards]
     lines += [f"  {one['id']}  is failing: {one['failing']}" for one in model["replicas"] if one["failing"]]
+    lines += [f"  {one['url']}  is failing: {one['failing']}" for one in model["endpoints"] if one["failing"]]
     if model.get("scaling"):
         lines.append(_scaling(model["scaling"]))
     return lines

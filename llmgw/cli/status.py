@@ -96,6 +96,7 @@ def _model_row(model: Answer, now: float) -> list[str]:
     shown += [replica_text(replica, now) for replica in rest]
     if not replicas and model.get("endpoints"):
         shown = [f"{count(len(model['endpoints']), 'endpoint')} elsewhere"]
+    shown += [f"{one['url']} failing: {one['failing']}" for one in model.get("endpoints") or () if one.get("failing")]
     if reason := model.get("reason"):
         see = f", see: llmgw explain {model['name']}" if model.get("ready", 0) < model.get("wanted", 0) else ""
         shown.append(f"{reason}{see}")
@@ -228,9 +229,9 @@ def complaints(status: Answer, now: float) -> list[str]:
         elif failed := [replica for replica in model.get("replicas") or () if replica.get("state") == "failed"]:
             found.append(f"model {model['name']}: {'; '.join(replica_text(replica, now) for replica in failed)}")
         found += [
-            f"model {model['name']}: {replica.get('id')} is failing: {replica['failing']}"
-            for replica in model.get("replicas") or ()
-            if replica.get("failing")
+            f"model {model['name']}: {one.get('id') or one.get('url')} is failing: {one['failing']}"
+            for one in (*(model.get("replicas") or ()), *(model.get("endpoints") or ()))
+            if one.get("failing")
         ]
         shards = (shard for replica in model.get("replicas") or () for shard in replica.get("shards") or ())
         missing = ((shard, one) for shard in shards for one in shard.get("loras") or () if one.get("problem"))

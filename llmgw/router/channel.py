@@ -17,7 +17,8 @@ beat for 3 seconds replaces the worker on the worker's own listening socket.
                                             each second; lag is how late the timer fired (s), rss is in bytes
       demand        model, waiting          requests wait for a model without endpoints; at most once a second for each model
       failure       endpoint, kind, text,   it failed a request: kind: connect, reset, timeout, status, key (401), forbidden (403)
-                    open                    and whether it is left alone for that
+                    open                    and whether it is left alone for that. Of endpoints that others run also probe: none
+                                            of the last was answered; still: every few seconds while it is left alone
       recovered     endpoint                one that was left alone has answered
       usage         rows                    what has been used since the last such message (see router/usage.py)
       metrics       request, text           this worker's Prometheus text

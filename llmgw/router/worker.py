@@ -56,6 +56,7 @@ QUEUE = 4096
 TABLE = "table.json"
 GENERATION = "generation"
 USAGE = ".usage.json"
+NO_PROBE = "does not answer the routers' probes"
 _monotonic = time.monotonic
 
 
@@ -279,6 +280,10 @@ class Worker:
             self.log.warn("Endpoint {id}: breaker is {to} after its probes.", id=upstream.id, to=to)
             if served is not None:
                 self.accounts.breaker(served, upstream, to)
+            self._failure(upstream.id, "probe", NO_PROBE) if to == "open" else self._recovered(upstream.id)
+        for upstream in routes.upstreams.values():
+            if upstream.config.static and upstream.breaker.blocked_until:
+                self._failure(upstream.id, "still", NO_PROBE)
 
     def _send_usage(self) -> None:
         rows = self.accounts.tally.take()

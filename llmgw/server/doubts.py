@@ -1,4 +1,4 @@
-"""Replicas whose requests fail although nothing else speaks against them, as our routers tell.
+"""Replicas, and endpoints that others run, whose requests fail although nothing else speaks against them, as our routers tell.
 
 A router's breaker that is open says that no request of the last ones got an answer. That is shown, and the agent is asked to see
 whether the engine still makes a token; only what it finds ends an engine. A word that nobody repeats is soon forgotten: there may
@@ -34,12 +34,19 @@ class Doubts:
         self._of: dict[str, _Doubt] = {}
         self.news: dict[str, str] = {}
 
-    def failed(self, endpoint: str, text: str) -> None:
-        """A request has failed at an endpoint whose breaker is open."""
+    def failed(self, endpoint: str, text: str, again: bool = False) -> None:
+        """A request has failed at an endpoint whose breaker is open.
+
+        @param again: it has not, but the breaker is open as before. This makes no new doubt: of several workers one may know
+            already that the endpoint answers.
+        """
         known = self._of.get(endpoint)
+        if again and known is None:
+            return
         self._of[endpoint] = evolve(known, heard=self._steady()) if known else _Doubt(text, self._steady())
         if known is None:
-            self._say(endpoint, f"its requests fail: it {text}; its engine is asked for a token")
+            follows = "the routers leave it alone" if endpoint.startswith("static:") else "its engine is asked for a token"
+            self._say(endpoint, f"its requests fail: it {text}; {follows}")
 
     def recovered(self, endpoint: str) -> None:
         """It has answered."""

@@ -110,8 +110,10 @@ class Routing:
         a breaker is.
         """
         now = self._steady()
-        if open and not endpoint_id.startswith("static:"):
-            self.doubts.failed(endpoint_id, text)
+        if open:
+            self.doubts.failed(endpoint_id, text, again=kind == "still")
+        if kind == "still":
+            return
         if now - self._told.get((endpoint_id, kind), -QUIET) >= QUIET:
             self._told = {told: at for told, at in self._told.items() if now - at < QUIET} | {(endpoint_id, kind): now}
             self.log.warn("Requests to {id} fail: it {text}.", id=endpoint_id, text=text)

@@ -158,7 +158,10 @@ class Status:
         shown = [self._replica(replica, doubts) for replica in replicas]
         ready = sum(replica.ready for replica in replicas)
         want = wanted(model, self._controller.demand.wanted) if model.profile else 0
-        endpoints = [{"url": endpoint.url, "model": endpoint.model or model.name} for endpoint in model.endpoints]
+        endpoints = [
+            {"url": one.url, "model": one.model or model.name, "failing": doubts.get(f"static:{model.name}/{number}", "")}
+            for number, one in enumerate(model.endpoints)
+        ]
         return {
             "name": model.name,
             "aliases": list(model.aliases),

@@ -253,7 +253,7 @@ class Handlers:
         """Let a node start anew."""
         name = fields.text("name")
         await self._server.operations.reset(name, fields.by)
-        return {"text": f"{name} may join again"}
+        return {"text": f"{name} starts anew: it may join, and what failed there is forgotten"}
 
     async def node_remove(self, fields: Fields) -> Data:
         """Refuse a node."""

@@ -9,9 +9,10 @@ import time
 import anthropic
 import openai
 import pytest
+from msgspec.structs import replace
 
 from llmgw.testing.scripted_engine import STREAM_HEAD, ScriptedEngine, chunk
-from tests.router_rig import DONE, EVENTS, KEY, Rig, dechunk, idle, stream, until
+from tests.router_rig import DONE, EVENTS, KEY, Rig, dechunk, idle, plain, stream, until
 
 
 @pytest.fixture(scope="module")
@@ -275,3 +276,39 @@ def test_b5_error_instead_of_a_stream(rig):
         status, headers, body = rig.post(body={"model": "m", "stream": True})
     assert (status, body) == (500, b'{"error":{"message":"no"}}')
     assert headers["content-type"] == "application/json"
+
+
+def test_what_runs_on_an_engine_that_is_being_ended_hears_of_the_drain(rig):
+    """A stream ends with an error event that says so, and its engine's connection is closed at once; what has not begun goes to
+    another replica."""
+    closed = []
+
+    def script(talk):
+        talk.request()
+        talk.send(STREAM_HEAD + b"".join(map(chunk, EVENTS[:3])))
+        closed.append(talk.closed_within(3))
+
+    def silent(talk):
+        talk.request()
+        closed.append(talk.closed_within(3))
+
+    with ScriptedEngine(script) as engine, ScriptedEngine(silent) as other, ScriptedEngine(plain) as third:
+        table = rig.use(engine)
+        with stream(rig) as raw:
+            raw.read_until(b'"n":2}')
+            rig.version += 1
+            table = rig.publish(replace(table, version=rig.version, endpoints=(), stopping=("m/0",)))
+            said = raw.read_all()
+        assert b'"engine_drained"' in said and b"its drain) is over" in said and b"[DONE]" not in said
+        rig.use(other)
+        with stream(rig, body=b'{"model":"m"}') as raw:
+            until(lambda: other.requests)
+            after = rig.use(other, third)
+            rig.version += 1
+            left = tuple(one for one in after.endpoints if one.id != "m/0")
+            models = tuple(replace(one, endpoints=("m/1",)) for one in after.models)
+            rig.publish(replace(after, version=rig.version, endpoints=left, models=models, stopping=("m/0",)))
+            assert raw.answer()[0] == 200 and third.requests
+        until(lambda: len(closed) == 2, 4)
+    assert max(closed) < 1.0
+    idle(rig)

@@ -71,6 +71,10 @@ class Door:
         self.headers_timeout = self.timeouts.headers
         self.body_timeout = self.timeouts.body
         self.keep_alive = self.timeouts.keep_alive
+        for connection in list(self.connections) if routes.table.stopping else ():
+            work = connection.work
+            if isinstance(work, Exchange) and work.upstream is not None and work.upstream.id in routes.table.stopping:
+                work.out_of_time()
 
     def turn_out(self) -> None:
         """Send those on to newer workers who wait for a model without replicas: only there it can be asked for."""

@@ -108,8 +108,10 @@ class Exchange(Seeker):
         if connection is None:
             return
         if self.state is FLOWING:
+            assert self.upstream is not None
             self._failure("reset", "broke off in mid-answer")
-            self._break_off("upstream_error", Refusal(502, "engine_lost", f"{self._name()} broke off in mid-answer."))
+            left = " was leaving (drained or stopped) and" if self.upstream.id not in self._door.routes.upstreams else ""
+            self._break_off("upstream_error", Refusal(502, "engine_lost", f"{self._name()}{left} broke off in mid-answer."))
         elif connection.reused and not connection.heard and not self._fresh:
             # It closed an idle connection just as we used it; that is nobody's fault and happens once at most.
             self._fresh = True
@@ -144,7 +146,7 @@ class Exchange(Seeker):
         failed, line = self.upstream, self.served.line
         assert failed is not None
         tried = [*self._tried, failed]
-        if len(tried) > EXTRA_TRIES or len(tried) >= len(self.served.upstreams):
+        if len(tried) > EXTRA_TRIES or all(one in tried for one in self.served.upstreams):
             return False
         if not self._budgeted:
             if not self._door.budget.take():
@@ -291,6 +293,23 @@ class Exchange(Seeker):
             self._break_off("cut", refusal)
         elif self.state is not OVER:
             self._refuse("cut", refusal)
+
+    def out_of_time(self) -> None:
+        """The engine is being ended. It may wait for us to close: one with an open stream heeds no SIGTERM for long."""
+        text = "is being stopped: the time that running requests had to end (its drain) is over"
+        if self.state is FLOWING:
+            self._break_off("cut", Refusal(503, "engine_drained", f"{self._name()} {text}."))
+        elif self.state is not OVER:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.abort()
+            if self._task is not None:
+                self._task.cancel()
+                self._task = None
+            now = self._door.routes.models.get(self.served.name)
+            if now is not None and now.line is self.served.line:  # where its place is to be given back
+                self._renew()
+            self._failed("drained", text, 503)
 
     def pause(self) -> None:
         """The client does not keep up."""

@@ -142,10 +142,14 @@ class Seeker:
         self._lined = _monotonic()
         self._wait(QUEUED, float("inf"), 0.0)
 
-    def _turn(self) -> bool:
+    def _renew(self) -> None:
+        """Go by the table in force."""
         served = self._door.routes.models.get(self.served.name)
         if served is not None and served is not self.served:
             self.served, self._hint = served, NO_HINT
+
+    def _turn(self) -> bool:
+        self._renew()
         waiter, self._waiter = self._waiter, None
         line = self.served.line
         try:

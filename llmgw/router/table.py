@@ -109,6 +109,7 @@ class Table(Struct, frozen=True, omit_defaults=True):
 
     C{server/workers.py} fills in what follows from the router's own settings (C{keys_required} and below) when it publishes.
 
+    @ivar stopping: endpoints whose engines are being ended now: what still runs there has no more time.
     @ivar servers: how many servers divide the keys' limits among them.
     """
 
@@ -117,6 +118,7 @@ class Table(Struct, frozen=True, omit_defaults=True):
     models: tuple[RoutedModel, ...] = ()
     endpoints: tuple[RoutedEndpoint, ...] = ()
     keys: tuple[KeyEntry, ...] = ()
+    stopping: tuple[str, ...] = ()
     keys_required: bool = True
     timeouts: Timeouts = Timeouts()
     body_limit: int = 64 * 2**20

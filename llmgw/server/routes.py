@@ -59,7 +59,13 @@ def build(known: Known, before: Table | None) -> Table:
         models += _adapters(known, models[-1], model, mine, found)
     models += _leftover(known, before, endpoints)
     keys = tuple(_key(record) for record in known.keys.values() if record.revoked is None)
-    return Table(epoch=known.epoch, models=tuple(models), endpoints=tuple(endpoints), keys=keys)
+    return Table(epoch=known.epoch, models=tuple(models), endpoints=tuple(endpoints), keys=keys, stopping=_stopping(known))
+
+
+def _stopping(known: Known) -> tuple[str, ...]:
+    """Endpoints of replicas whose engines are ordered to end."""
+    ending = (r for r in known.shards.values() if r.wanted is Wanted.STOP and r.state is ShardState.STOPPING)
+    return tuple(sorted(id for ids in parts_of(ending).values() for id in ids))
 
 
 def _model(known: Known, model: Model, replicas: list[Replica], found: list[RoutedEndpoint]) -> RoutedModel:

@@ -6,6 +6,7 @@ does not answer in time is replaced by its owner, and its successor reads the ne
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -224,9 +225,10 @@ class Routing:
 
 def same(one: Table, other: Table) -> bool:
     """Whether two tables route alike. What the routers' owner fills in does not count."""
-    return (one.models, one.keys, one.epoch) == (other.models, other.keys, other.epoch) and [
-        msgspec.structs.replace(e, row=0) for e in one.endpoints
-    ] == [msgspec.structs.replace(e, row=0) for e in other.endpoints]
+    fields = operator.attrgetter("models", "keys", "epoch", "stopping")
+    return fields(one) == fields(other) and [msgspec.structs.replace(e, row=0) for e in one.endpoints] == [
+        msgspec.structs.replace(e, row=0) for e in other.endpoints
+    ]
 
 
 def reasons(outcome: Outcome | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -158,3 +159,21 @@ def test_zero_replicas_after_an_adoption(fleet):
     until(lambda: serving.status()["nodes"][0]["state"] == "ready" and serving.ready(), "adopted")
     serving.llmgw("apply", str(serving.write_server(fake_model("m", 0), timing=QUICK)))
     until(lambda: not [s for s in serving.shards() if s.get("pid")], "stopped", 15)
+
+
+def test_at_the_end_of_a_drain_streams_end_with_that_word_and_not_with_the_engine(fleet):
+    """The engine heeds no SIGTERM and has 12 s of grace: the client hears of the drain at its deadline all the same."""
+    fleet.write_server(
+        fake_model("m", 1, "--events", "900", "--interval", "0.1", "--ignore-term"),
+        timing=QUICK.replace("stop_grace: 2s", "stop_grace: 12s").replace("drain: 10s", "drain: 1s"),
+    )
+    fleet.write_agent("n1")
+    fleet.start_server()
+    fleet.start_agent("n1")
+    (shard,) = fleet.ready()
+    running = fleet.stream(tokens=900)
+    until(lambda: running.pieces, "streams")
+    fleet.llmgw("apply", str(fleet.write_server(fake_model("m", 0))))
+    until(lambda: running.error, "ended", 8)
+    assert "engine_drained" in str(running.error) and "m/1 of m is being stopped" in str(running.error)
+    assert Path(f"/proc/{shard['pid']}").exists()

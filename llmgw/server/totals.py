@@ -1,8 +1,8 @@
 """What all router workers of this server have counted, those that are gone included.
 
 A scraper takes a total that falls for a restart of everything, and its rates go wrong. So what a worker counted stays when it
-ends, as far as it was told: at each scrape, and every few seconds. A worker that does not answer in time is there with what it
-said last.
+ends, as of the last scrape. (To ask more often would hold up its streams: of a thousand models the text is long.) A worker that
+does not answer in time is there with what it said last.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from llmgw.router.histogram import Family, add_up, counted
 from llmgw.server.workerprocess import Place
 
 SCRAPE = 2.0
-NEWS = 5.0
-"""How many seconds workers have for an answer, and after how many they are asked although nobody scrapes."""
+"""How many seconds workers have for an answer."""
 
 
 @define
@@ -35,7 +34,6 @@ class Totals:
         self._reactor = reactor
         self._scrapes = 0
         self._scraping: dict[int, _Scrape] = {}
-        self._asked = reactor.seconds()
         self._last: dict[int, str] = {}
         self._gone = ""
         self.restarts = 0
@@ -43,7 +41,6 @@ class Totals:
     def ask(self, places: Sequence[Place]) -> Deferred[str]:
         """The Prometheus text of the workers at these places, summed, when all have answered or L{SCRAPE} seconds have passed."""
         self._scrapes += 1
-        self._asked = self._reactor.seconds()
         number, scrape = self._scrapes, _Scrape({place.number for place in places if place.ready}, Deferred())
         self._scraping[number] = scrape
         for place in places:
@@ -57,11 +54,6 @@ class Totals:
             return self._text()
 
         return scrape.done.addCallback(summed)
-
-    def look(self, places: Sequence[Place]) -> None:
-        """Ask if nobody has for a while: what a worker has not told is lost with it."""
-        if self._reactor.seconds() - self._asked >= NEWS:
-            self.ask(places)
 
     def stop(self) -> None:
         """Wait for nobody any more."""

@@ -339,7 +339,6 @@ class RouterWorkers:
             place.check()
             if place.ready and place.version < self._written:
                 place.send("table", version=self._written)
-        self.totals.look(self.places)
         self._board.sweep()
         self._corrections.look()
         self._left_usage()

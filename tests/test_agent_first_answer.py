@@ -137,6 +137,31 @@ async def test_an_engine_in_doubt_that_makes_a_token_is_left_alone(rig, hasty, m
 
 
 @pytest_twisted.ensureDeferred
+async def test_an_engine_in_doubt_that_may_be_full_is_waited_for(rig, hasty, monkeypatch):
+    """A token that is asked of one that works on others as long as it can waits: it is left out, and ended ten times later."""
+    monkeypatch.setattr("llmgw.agent.probe.DEEP", 0.01)
+    shard = await rig.ready()
+    tell(shard, "/fake/stall")
+    doubt(shard)
+    await until(rig.reactor, lambda: not shard.report().healthy, "unhealthy")
+    began = shard._observer.health.failing_since
+    await until(rig.reactor, lambda: rig.reactor.seconds() - began > 1.5, "more than enough to be called hung")
+    assert shard.state is ShardState.READY
+    monkeypatch.setattr("llmgw.agent.progress.STILL_FULL", 1.6)
+    await rig.reach(shard, ShardState.FAILED)
+    assert shard.code == "hung"
+
+
+@pytest_twisted.ensureDeferred
+async def test_an_engine_of_an_agent_that_asked_nothing_may_answer_what_it_likes(rig):
+    """It served without ever having been asked for a token, so that it fails one is no news; one that says nothing hangs."""
+    shard = rig.start(probing(order(engine(500)), "none"))
+    await rig.reach(shard, ShardState.READY)
+    assert (await rig.around.probe.works(evolve(shard.intent, probe=""))).serves
+    assert not (await rig.around.probe.works(evolve(shard.intent, probe="completion"))).serves
+
+
+@pytest_twisted.ensureDeferred
 async def test_an_engine_that_nobody_doubts_is_asked_nothing(rig, hasty):
     """A token costs something."""
     shard = await rig.ready()

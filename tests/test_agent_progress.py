@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmgw.agent.progress import HUNG_AFTER, Health, StartDeadline
+from llmgw.agent.progress import HUNG_AFTER, STILL_FULL, Health, StartDeadline
 
 
 def test_a_silent_start_ends_at_its_timeout():
@@ -70,3 +70,24 @@ def test_hanging():
         assert health.hangs(step * 5.0) == (step * 5.0 >= HUNG_AFTER)
     health.saw(100.0, "", None)
     assert not health.hangs(100.0)
+
+
+def test_a_token_that_a_full_engine_may_only_have_waited_with_is_weak_evidence():
+    """It takes 10 minutes, and one sign of life ends it."""
+    health = Health()
+    for step in range(125):
+        health.saw(step * 5.0, "no token", None, weak=True)
+        assert health.hangs(step * 5.0) == (step * 5.0 >= STILL_FULL)
+    assert not health.healthy
+    health.saw(620.0, "", None)
+    assert not health.hangs(5000.0)
+
+
+def test_what_is_sure_after_weak_evidence_has_its_own_minute():
+    """One refused connection after minutes of a slow token ends nothing."""
+    health = Health()
+    for step in range(30):
+        health.saw(step * 5.0, "no token", None, weak=True)
+    for step in range(30, 45):
+        health.saw(step * 5.0, "refused", None)
+        assert health.hangs(step * 5.0) == (step * 5.0 >= 150.0 + HUNG_AFTER)

@@ -18,7 +18,7 @@ from llmgw.agent.output import last_lines, read_output, written
 from llmgw.agent.ports import has_address
 from llmgw.agent.probe import EngineProbe
 from llmgw.agent.processes import ProcessId, Tree
-from llmgw.agent.progress import HUNG_AFTER, QUIET, Health, StartDeadline, Stillness
+from llmgw.agent.progress import QUIET, Health, StartDeadline, Stillness
 from llmgw.agent.shardfolder import AttemptFolder, Intent
 from llmgw.engines.failures import given_up
 from llmgw.fleet.causes import UNKNOWN
@@ -210,10 +210,12 @@ class Observer:
         problem = await self._probe.healthy(intent)
         await self._ask_load(intent)
         self._still.saw(self._reactor.seconds(), self.load, written(self._watched.folder.path), intent.limit)
-        refuses, printed = False, written(self._watched.folder.path)
-        if not problem and (self._mute or intent.order.doubted or self._still.doubtful(self._reactor.seconds())):
+        doubtful = self._still.doubtful(self._reactor.seconds())
+        refuses, weak, printed = False, False, written(self._watched.folder.path)
+        if not problem and (self._mute or intent.order.doubted or doubtful):
             verdict = await self._probe.works(intent)
             problem, self._mute, refuses = verdict.text, not verdict.serves, verdict.refuses
+            weak = self._still.full and not refuses and not doubtful
             # An engine may print a line for each request that it fails; that is no work.
             printed = 0 if refuses else printed
         host = urlsplit(intent.url).hostname or ""
@@ -221,7 +223,7 @@ class Observer:
             problem = f"{host} is no address of this node any more"
         before = self.health.healthy
         now = self._reactor.seconds()
-        self.health.saw(now, problem, self.load.tokens, printed)
+        self.health.saw(now, problem, self.load.tokens, printed, weak)
         standing = {text for text in self.conditions if not text.startswith("unhealthy")} - {ADDRESS_GONE}
         standing |= {ADDRESS_GONE} if gone else set()
         self.conditions = frozenset(standing if self.health.healthy else {*standing, f"unhealthy: {self.health.reason}"})
@@ -230,7 +232,8 @@ class Observer:
         # An engine that cannot be asked does not hang for that: the address may return, or the leader starts it at another.
         if self.health.hangs(now) and not gone:
             nothing = "no answer and no token" if refuses else "no answer, no token and no output"
-            self._give_up("hung", f"it hangs: {nothing} for {HUNG_AFTER:g} s ({problem})")
+            spent = show_duration(now - (self.health.failing_since or now))
+            self._give_up("hung", f"it hangs: {nothing} for {spent} ({problem})")
 
     def equip(self) -> None:
         """Have the engine load and unload adapters, if it serves and there is something to do. Requests go on meanwhile."""

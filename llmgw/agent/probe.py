@@ -154,13 +154,17 @@ class EngineProbe:
         return Verdict(answer is None, text, answered=True, refuses=answer is not None and answer.status not in (0, 503))
 
     async def _asked(self, intent: Intent, patience: float) -> Answer | None:
-        """What it makes of the smallest question, None if it infers: a refusal of one token shows that it thinks."""
+        """What it makes of the smallest question, None if it infers: a refusal of one token shows that it thinks.
+
+        Of an engine that an agent without these questions has started nobody knows what it can be asked: any answer will do.
+        """
         if intent.probe == "none":
             return None
         path, question = QUESTIONS.get(intent.probe, QUESTIONS["completion"])
         sent = json.dumps({"model": (*intent.order.served, intent.order.model)[0], **question}).encode()
         answer = await self._bounded(self._request(b"POST", intent.url + path, intent.key, sent), patience)
-        return None if 0 < answer.status < 500 or answer.status == NOT_IMPLEMENTED else answer
+        refusal = 0 < answer.status < 500 or answer.status == NOT_IMPLEMENTED
+        return None if refusal or (answer.status and not intent.probe) else answer
 
     async def _bounded(self, request: Coroutine[Any, Any, Answer], deadline: float) -> Answer:
         began = self._reactor.seconds()

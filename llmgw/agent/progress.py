@@ -52,10 +52,12 @@ class StartDeadline:
 class Stillness:
     """An engine that has requests and makes nothing of them, no token and no output, for 60 s may hang although it says that it
     is well; for 10 minutes, unless it surely has a place free: a token asked of a full one waits, and says nothing.
+
+    @ivar full: whether it may have no place free.
     """
 
     since: float | None = None
-    _full: bool = False
+    full: bool = False
     _tokens: int | None = None
     _written: int = 0
 
@@ -63,7 +65,7 @@ class Stillness:
         """What it says of itself, and how many requests it runs at once; of one that tells no tokens nothing can be said."""
         moved = load.tokens != self._tokens or written != self._written or not load.running or load.tokens is None
         self._tokens, self._written = load.tokens, written
-        self._full = bool(load.waiting) or limit is None or (load.running or 0) >= limit
+        self.full = bool(load.waiting) or limit is None or load.running is None or load.running >= limit
         if moved:
             self.since = None
         elif self.since is None:
@@ -71,7 +73,7 @@ class Stillness:
 
     def doubtful(self, now: float) -> bool:
         """Whether to try if it still works."""
-        return self.since is not None and now - self.since >= (STILL_FULL if self._full else STILL)
+        return self.since is not None and now - self.since >= (STILL_FULL if self.full else STILL)
 
 
 @define
@@ -80,27 +82,30 @@ class Health:
 
     A failure does not count while the engine makes tokens or prints: a busy one may be slow to answer.
 
-    @ivar failing_since: when the first of the present failures was, None without one.
+    A token that is asked of an engine that may be full can wait long: that is weak evidence, and takes 10 minutes to end it.
+
+    @ivar failing_since: when the first of the present failures was, None without one; C{sure_since} the same of those that are
+        not weak.
     """
 
     healthy: bool = True
     reason: str = ""
     failing_since: float | None = None
+    sure_since: float | None = None
     _failed: int = 0
     _good: int = 0
     _tokens: int | None = None
     _written: int = 0
 
-    def saw(self, now: float, problem: str, tokens: int | None, written: int = 0) -> None:
+    def saw(self, now: float, problem: str, tokens: int | None, written: int = 0, weak: bool = False) -> None:
         """One probe's result, C{problem} empty for a good one; tokens made so far where they are known, and bytes printed."""
         progress = written > self._written or (tokens is not None and self._tokens is not None and tokens > self._tokens)
         self._tokens = self._tokens if tokens is None else tokens
         self._written = written
-        if problem and not progress:
-            self._failed, self._good = self._failed + 1, 0
-            self.failing_since = now if self.failing_since is None else self.failing_since
-        else:
-            self._failed, self._good, self.failing_since = 0, self._good + 1, None
+        failed = bool(problem) and not progress
+        self.failing_since = (now if self.failing_since is None else self.failing_since) if failed else None
+        self.sure_since = (now if self.sure_since is None else self.sure_since) if failed and not weak else None
+        self._failed, self._good = (self._failed + 1, 0) if failed else (0, self._good + 1)
         if self._failed >= FAILURES:
             self.healthy, self.reason = False, problem
         elif self._good >= RECOVERIES:
@@ -108,4 +113,5 @@ class Health:
 
     def hangs(self, now: float) -> bool:
         """Whether it has done nothing at all for so long that only an end helps."""
-        return not self.healthy and self.failing_since is not None and now - self.failing_since >= HUNG_AFTER
+        waited = ((self.sure_since, HUNG_AFTER), (self.failing_since, STILL_FULL))
+        return not self.healthy and any(since is not None and now - since >= most for since, most in waited)

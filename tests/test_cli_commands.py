@@ -124,6 +124,8 @@ def test_what_the_server_cannot_yet_is_said(admin, capsys):  # noqa: F811
         ("fetch m --cancel", "POST /v1/fetch", {"model": "m", "cancel": True}),
         ("node reset n1", "POST /v1/node/reset", {"name": "n1"}),
         ("node remove n1", "POST /v1/node/remove", {"name": "n1", "force": False}),
+        ("restart --replica a/b/2", "POST /v1/restart", {"model": "a/b", "replica": 2, "allow_outage": False}),
+        ("restart a/b --replica a/b/2", "POST /v1/restart", {"model": "a/b", "replica": 2, "allow_outage": False}),
         ("restart --node n1", "POST /v1/restart", {"node": "n1", "allow_outage": False}),
         ("restart --outdated", "POST /v1/restart", {"outdated": True, "allow_outage": False}),
         ("rollout m --resume --allow-outage", "POST /v1/rollout", {"model": "m", "action": "resume", "allow_outage": True}),

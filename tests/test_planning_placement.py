@@ -121,6 +121,21 @@ def test_foreign_memory_is_respected_and_named_with_its_pid():
     ]
 
 
+def test_every_failed_check_of_a_node_is_told_and_the_nearest_miss_first():
+    """With need, have and holder; the nearest is a value for programs, too."""
+    far, near = candidate("a", 1, memory=10), candidate("b", 2, labels={"pool": "x"})
+    nodes_of((ledger := Ledger([far, near])).place(want("o/1", labels={"pool": "x"})))
+    said = refusal(ledger, want("m/1", 2, 40, host=30, labels={"pool": "x"}))
+    assert [[check.name for check in verdict.checks] for verdict in said.verdicts] == [
+        ["labels", "devices", "host_memory"],
+        ["devices"],
+    ]
+    first, *rest = said.lines()
+    assert first.split()[:2] == ["b", "devices"] and "need 2, most free 1 (o/1)" in first
+    assert [row.split()[0] for row in rest[:3]] == ["a", "devices", "host"] and "need 30.0 GiB, most free 10.0" in rest[2]
+    assert said.data()["nearest"] == said.data()["nodes"][1] and said.data()["nearest"]["node"] == "b"
+
+
 def test_memory_of_an_ended_engine_is_not_offered_before_it_is_back():
     """T1: the claim is gone, but our engine's process is still seen holding the memory."""
     ours = DeviceProcess(7, "vllm", 70 * GIB, shard="old/1/0")

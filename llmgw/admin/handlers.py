@@ -326,14 +326,14 @@ def _each(model: Data) -> list[str]:
     lines += [f"  {one['id']}  is failing: {one['failing']}" for one in model["replicas"] if one["failing"]]
     lines += [f"  {one['url']}  is failing: {one['failing']}" for one in model["endpoints"] if one["failing"]]
     if model.get("scaling"):
-        lines.append(_scaling(model["scaling"]))
+        lines.append(_scaling(model["scaling"], bool(model["replicas"])))
     return lines
 
 
-def _scaling(data: Data) -> str:
+def _scaling(data: Data, runs: bool) -> str:
     """Between which numbers a model may vary, its load, and why it has as many replicas as it has."""
     known = data["in_flight"] is not None and data["waiting"] is not None
-    load = f"{data['in_flight']} in flight, {data['waiting']} waiting" if known else "load not known"
+    load = f"{data['in_flight']} in flight, {data['waiting']} waiting" if known else "load not known" if runs else "none runs"
     idle = f", unused for {show_duration(data['unused'])}" if known and data["unused"] and data["unused"] >= 1 else ""
     line = f"  {data['min']} to {data['max']} replicas, {data['target']} requests each: {load}{idle}"
     return line + (f"; {show_duration(data['changed'])} ago {data['why']}" if data["why"] else "")

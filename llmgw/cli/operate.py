@@ -66,23 +66,38 @@ def uncordon_command(session: Session, nodes: tuple[str, ...], device: str | Non
 @click.command(name="restart")
 @click.argument("model", required=False)
 @click.option("--node", metavar="NAME", help="Only replicas on this node; without MODEL, all of them.")
-@click.option("--replica", type=click.IntRange(0), metavar="N", help="Only this replica, by number.")
+@click.option("--replica", metavar="ID", help="Only this replica, as `llmgw status` calls it (MODEL/N), or by its number.")
 @click.option("--outdated", is_flag=True, help="Only those whose engine was replaced on its node; without MODEL, of all models.")
 @OUTAGE
 @json_option
 @pass_session
 def restart_command(
-    session: Session, model: str | None, node: str | None, replica: int | None, outdated: bool, allow_outage: bool
+    session: Session, model: str | None, node: str | None, replica: str | None, outdated: bool, allow_outage: bool
 ) -> None:
     """Start the replicas of MODEL afresh, one after another.
 
     Each successor is ready before the old one drains, where there is room for both. Also gives replicas that failed too often
     a new budget, and takes up an engine that was installed anew.
     """
+    of, _, number = (replica or "").rpartition("/")
+    if replica is not None and not (number.isascii() and number.isdigit()):
+        raise click.BadParameter(f"found {replica}, want MODEL/N or N", param_hint="--replica")
+    if of and model not in (None, of):
+        raise click.UsageError(f"{replica} is no replica of {model}")
+    model = model or of or None
     if model is None and ((node is None and not outdated) or replica is not None):
         raise click.UsageError("say which MODEL, or --node for all replicas there, or --outdated for those of replaced engines")
     post, only = session.client.post, outdated or None
-    session.show(post("/v1/restart", model=model, node=node, replica=replica, outdated=only, allow_outage=allow_outage))
+    session.show(
+        post(
+            "/v1/restart",
+            model=model,
+            node=node,
+            replica=int(number) if number else None,
+            outdated=only,
+            allow_outage=allow_outage,
+        )
+    )
 
 
 @click.command(name="orphans")

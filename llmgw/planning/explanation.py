@@ -113,11 +113,22 @@ class Explanation:
             parts.append(f"{len(checks)} {text}" + (f" ({best.amounts})" if best.amounts else ""))
         return f"0/{self.looked} nodes can run this: {', '.join(parts)}"
 
+    @property
+    def nearest(self) -> Verdict | None:
+        """The node that lacks least: the fewest checks failed, then the smallest part of what they need."""
+        return min(self.verdicts, key=_distance, default=None)
+
     def lines(self) -> list[str]:
-        """One line per node and one of hints, to be shown under a heading."""
+        """A line for each failed check of each node, the nearest miss first, and one of hints, to be shown under a heading."""
         if not self.looked and not self.note:
             return [NOBODY]
-        rows = [(v.node, self._title(v.checks[0]), v.checks[0].row()) for v in self.verdicts]
+        nearest = self.nearest
+        ordered = sorted(self.verdicts, key=lambda verdict: verdict is not nearest)
+        rows = [
+            (verdict.node if check is verdict.checks[0] else "", self._title(check), check.row())
+            for verdict in ordered
+            for check in verdict.checks
+        ]
         names = max((len(name) for name, _, _ in rows), default=0)
         titles = max((len(title) for _, title, _ in rows), default=0)
         lines = [f"  {name:{names}}  {title:{titles}}  {text}".rstrip() for name, title, text in rows]
@@ -131,13 +142,20 @@ class Explanation:
 
     def data(self) -> dict[str, Any]:
         """The same for programs."""
+        nodes = [{"node": v.node, "checks": [asdict(check) for check in v.checks]} for v in self.verdicts]
+        nearest = self.nearest
         return {
             "text": self.line(),
             "looked": self.looked,
             "counts": {text: len(checks) for text, checks in self.counts().items()},
-            "nodes": [{"node": v.node, "checks": [asdict(check) for check in v.checks]} for v in self.verdicts],
+            "nodes": nodes,
+            "nearest": next((one for one in nodes if nearest is not None and one["node"] == nearest.node), None),
             "would_fit_if": [asdict(hint) for hint in self.hints],
         }
+
+
+def _distance(verdict: Verdict) -> tuple[int, float, str]:
+    return len(verdict.checks), sum(1 - check.have / check.need for check in verdict.checks if check.need), verdict.node
 
 
 def ordinal(number: int) -> str:

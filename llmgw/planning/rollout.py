@@ -417,7 +417,8 @@ def start(work: Work, model: Model, instead: Replica | None = None, excluded: Ma
             del draft.shards[gone.shard]
     for allocation in result.allocations:
         shard = shard_id(result.replica, allocation.rank)
-        devices = f" on {len(allocation.devices)} devices" if allocation.devices else ""
+        count = len(allocation.devices)
+        devices = f" on {count} device{'s' * (count > 1)}" if count else ""
         draft.put(
             ShardRecord(
                 shard,

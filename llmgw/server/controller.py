@@ -39,6 +39,7 @@ from llmgw.server.imembers import IMembers
 from llmgw.server.membership import Membership
 from llmgw.server.notes import Notes
 from llmgw.server.reckoning import Reckoner, Weights
+from llmgw.server.refusals import Refusals
 from llmgw.server.routing import Routers, Routing
 from llmgw.server.truth import Truth, differences
 from llmgw.store.records import Change, Snapshot, ToldBy
@@ -120,6 +121,7 @@ class Controller:
         self.emission = Emission(leadership, self.clocks.steady)
         self.routing = Routing(routers, self.touch, self.clocks.steady)
         self.demand = Demand(self.clocks.steady, routers, self._model, self._said_of, self.touch)
+        self.refusals = Refusals(self.clocks.steady, self.clocks.wall)
         self.outcome: Outcome | None = None
 
     # Leading.
@@ -216,7 +218,7 @@ class Controller:
         world = self.world()
         outcome = reconcile(world)
         self._report_broken(outcome)
-        events = [self._with_tail(event) for event in outcome.events]
+        events = [*map(self._with_tail, outcome.events), *self.refusals.news(outcome.pending, world.epoch)]
         changes = differences(self.truth, outcome.nodes, outcome.shards, events, outcome.rollouts)
         made = self.clocks.steady()
         if changes and not await self.commits.commit(changes):
@@ -228,6 +230,7 @@ class Controller:
                 self.members.told_tail(event.node, event.subject)
         self.demand.said(world.scaled)
         self.routing.doubts.said(world.failing)
+        self.refusals.said(outcome.pending)
         self.demand.gave_way(outcome.gave)
         self.truth.nodes.update(outcome.nodes)
         self.outcome = outcome
@@ -367,8 +370,7 @@ class Controller:
         waiting, self._to_route = self._to_route, []
         for each in waiting:
             each.callback("")
-        doubted = self.routing.doubts.all()
-        wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing, doubted)
+        wanted = orders(truth.shards.values(), truth.nodes, self.routing.unrouted, self.timing, self.routing.doubts.all())
         if self.emission.port is not None:
             self.emission.port.expected = len(truth.nodes)
         self.emission.send(wanted, {name: here.session for name, here in self.members.present.items()}, truth.revision)

@@ -243,11 +243,19 @@ class Handlers:
         """A piece of an engine's output."""
         shard, attempt = fields.text("shard"), fields.integer("attempt", 0, low=0)
         offset, limit = fields.integer("offset", 0), fields.integer("limit", 2**16, low=1)
-        done = await self._server.operations.logs(shard, attempt, offset, limit)
+        node = fields.text("node", None) or await self._last_on(shard)
+        done = await self._server.operations.logs(shard, attempt, offset, limit, node)
         if not done.ok:
             text = str(done.result.get("text") or done.error)
             raise Unknown(text) if done.error == "not_found" else Conflict(text)
         return {name: done.result.get(name) for name in ("attempt", "offset", "next", "size", "text")}
+
+    async def _last_on(self, shard: str) -> str | None:
+        """The node of a shard that is gone, by the events; its agent keeps what it printed for a while."""
+        if self._server.operations.whose(shard) is not None:
+            return None
+        found = await self._server.store.events(None, MAX_EVENTS)
+        return next((event.node for event in reversed(found) if event.subject == shard and event.node), None)
 
     async def node_reset(self, fields: Fields) -> Data:
         """Let a node start anew."""

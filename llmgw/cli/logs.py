@@ -82,15 +82,17 @@ class Patient:
 @click.argument("shard")
 @click.option("--follow", "-f", is_flag=True, help="Go on printing, also into the next attempt.")
 @click.option("--attempt", type=click.IntRange(1), metavar="N", help="The output of this attempt; default: the latest.")
+@click.option("--node", metavar="NAME", help="As it ran on this node; default: where it is, or was last.")
 @click.option("--lines", "-n", type=click.IntRange(1), metavar="N", help="Only the last N lines.")
 @json_option
 @pass_session
-def logs_command(session: Session, shard: str, follow: bool, attempt: int | None, lines: int | None) -> None:
+def logs_command(session: Session, shard: str, follow: bool, attempt: int | None, lines: int | None, node: str | None) -> None:
     """What the engine of SHARD (MODEL/REPLICA/RANK, e.g. smol/1/0) printed.
 
+    Also of one that is gone, as long as its node keeps the output and the events tell where it was.
     On a terminal control characters are shown escaped; into a pipe the output goes as it came.
     """
-    for piece in _pieces(session.client, shard, attempt, follow, lines):
+    for piece in _pieces(session.client, {"shard": shard, "node": node}, attempt, follow, lines):
         if session.as_json:
             click.echo(json.dumps(piece, ensure_ascii=False))
         else:
@@ -99,9 +101,9 @@ def logs_command(session: Session, shard: str, follow: bool, attempt: int | None
         sys.stdout.flush()
 
 
-def _pieces(client: Client, shard: str, attempt: int | None, follow: bool, lines: int | None) -> Iterator[Answer]:
+def _pieces(client: Client, shard: Answer, attempt: int | None, follow: bool, lines: int | None) -> Iterator[Answer]:
     asked, offset = attempt or 0, -PIECE if lines else 0
-    piece = client.get("/v1/logs", shard=shard, attempt=asked, offset=offset, limit=PIECE)
+    piece = client.get("/v1/logs", **shard, attempt=asked, offset=offset, limit=PIECE)
     if lines:
         piece["text"] = "".join(piece["text"].splitlines(keepends=True)[-lines:])
     patient = Patient(client)
@@ -115,13 +117,13 @@ def _pieces(client: Client, shard: str, attempt: int | None, follow: bool, lines
             piece |= {"attempt": newer, "next": 0}
         else:
             time.sleep(POLL)
-        where = {"shard": shard, "attempt": piece["attempt"], "offset": piece["next"], "limit": PIECE}
+        where = {**shard, "attempt": piece["attempt"], "offset": piece["next"], "limit": PIECE}
         piece = (patient.get("/v1/logs", **where) if follow else client.get("/v1/logs", **where)) or piece | {"text": ""}
 
 
-def _newer(client: Client, shard: str, attempt: int) -> int:
+def _newer(client: Client, shard: Answer, attempt: int) -> int:
     try:
-        latest: int = client.get("/v1/logs", shard=shard, attempt=0, offset=0, limit=1)["attempt"]
+        latest: int = client.get("/v1/logs", **shard, attempt=0, offset=0, limit=1)["attempt"]
     except (Refused, Unreachable):
         return 0
     return latest if latest > attempt else 0

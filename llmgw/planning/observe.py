@@ -127,7 +127,7 @@ def _cause(report: ShardReport) -> str:
 
 def _reason(report: ShardReport) -> str:
     if report.diagnosis:
-        return str(report.diagnosis)
+        return str(report.diagnosis).replace("`llmgw logs SHARD`", f"`llmgw logs {report.shard}`")
     return report.reason or (str(report.exit) if report.exit else "")
 
 

@@ -364,15 +364,18 @@ class Operations:
 
     # Logs.
 
-    def logs(self, shard: str, attempt: int, offset: int, limit: int) -> Deferred[Done]:
-        """A piece of a shard's output, asked of its node.
+    def logs(self, shard: str, attempt: int, offset: int, limit: int, node: str | None = None) -> Deferred[Done]:
+        """A piece of a shard's output, asked of its node, or of C{node}.
 
         @raise Unknown: no node is known to have it.
         @raise NodeAway: its node has no link now.
         @raise NotLeading: all links are the leader's.
         """
         self._controller.commits.must_lead()
-        node = self._whose(shard)
+        node = node or self.whose(shard)
+        if node is None:
+            known = ", ".join(sorted(r.shard for r in self._controller.truth.shards.values() if r.allocation)[:8]) or "none"
+            raise Unknown(f"no shard is called {shard}; known: {known}")
         port: Port | None = self._controller.emission.port
         leadership = self._controller.leadership
         if port is None or node not in self._controller.members.present:
@@ -381,16 +384,13 @@ class Operations:
         message = FetchLog(operation, leadership.epoch, leadership.leader, shard, attempt, offset, max(1, min(limit, LOG_LIMIT)))
         return port.ask(node, message, ASK_TIMEOUT)
 
-    def _whose(self, shard: str) -> str:
+    def whose(self, shard: str) -> str | None:
+        """The node of a shard that is somewhere."""
         record = self._controller.truth.shards.get(shard)
         if record is not None and record.allocation is not None:
             return record.allocation.node
         told = ((name, here.told) for name, here in self._controller.members.present.items())
-        found = next((name for name, said in told if shard in said.shards), None)
-        if found is None:
-            known = ", ".join(sorted(r.shard for r in self._controller.truth.shards.values() if r.allocation)[:8]) or "none"
-            raise Unknown(f"no shard is called {shard}; known: {known}")
-        return found
+        return next((name for name, said in told if shard in said.shards), None)
 
 
 def _where(replica: Replica) -> Iterable[tuple[str, str]]:

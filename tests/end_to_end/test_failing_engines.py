@@ -28,7 +28,12 @@ def test_a_profile_whose_engines_fail_every_request_is_never_ready_and_rolled_ba
         (row,) = fleet.status()["models"]
         return row["rollout"]["state"] == "rolled_back" and row["rollout"]
 
-    assert "asked for one token: it answers 500: told to fail" in until(rolled_back, "rolled back", 60)["reason"]
+    reason = until(rolled_back, "rolled back", 60)["reason"]
+    assert "asked for one token: it answers 500: told to fail" in reason and "`llmgw logs m/2/0`" in reason
+    until(lambda: len(fleet.shards()) == 1, "the new one is gone")
+    for more in ((), ("--node", "n1")):
+        assert "/v1/completions 500" in fleet.llmgw("logs", "m/2/0", *more), "what it printed is still there"
+    assert "no shard is called m/7/0; known: m/1/0" in fleet.llmgw("logs", "m/7/0", code=1)
     assert fleet.ready()[0]["pid"] == old["pid"]
     assert "asked for one token" in fleet.llmgw("status", "--check", code=1)
 

@@ -153,6 +153,7 @@ def freed(device: Device, replica: str, gone: Sequence[Claim]) -> Device:
     held = [claim for claim in gone if device.uuid in claim.devices]
     if pids or not held or device.memory_used is None:
         return device
-    # The device lists no processes, so what is used counts as the claim's.
-    used = sum(device.memory_used if claim.memory is None else claim.memory for claim in held)
-    return evolve(device, memory_used=max(0, device.memory_used - used))
+    # What is used, and by none of the processes that the device lists, counts as the claim's.
+    nobodys = max(0, device.memory_used - sum(process.memory or 0 for process in device.processes))
+    used = sum(nobodys if claim.memory is None else claim.memory for claim in held)
+    return evolve(device, memory_used=device.memory_used - min(used, nobodys))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from attrs import evolve
 
 from llmgw.fleet.model import Catalog, Lora, Model, Profile, Scale, StaticEndpoint
@@ -159,6 +160,67 @@ def test_an_inherited_endpoint_gives_way_to_a_ready_replica_and_to_its_own_recor
     assert routed(build(known(shard(1, state=ShardState.BACKOFF, url="")), BEFORE)) == ()
     husk = evolve(shard(1, state=ShardState.STOPPED, url=""), allocation=None)
     assert routed(build(known(husk), BEFORE)) == ()
+
+
+def unheard(rank=0, name="a", **more):
+    """A rank of a store that is older than its engine: all that it knows is where it was to run."""
+    known = {"state": ShardState.UNKNOWN, "url": "", "rank": rank, "nodes": ("a", "b")}
+    return evolve(shard(1, name, **(known | more)), shard=f"m/1/{rank}")
+
+
+SERVES = {"state": ShardState.READY}
+
+
+@pytest.mark.parametrize(
+    ("other", "kept"),
+    [
+        (SERVES, True),
+        ({}, True),
+        ({"state": ShardState.LOADING}, True),
+        ({"state": ShardState.LOADING, "name": "c"}, False),
+        ({"state": ShardState.BACKOFF}, False),
+        ({"state": ShardState.STOPPING, "wanted": Wanted.STOP}, False),
+    ],
+    ids=["serves", "is away", "loaded when last heard of", "loads", "has ended", "leaves"],
+)
+def test_an_endpoint_that_an_older_store_does_not_explain_stays_unless_a_rank_speaks_against_it(other, kept):
+    """Rank 0 is on a node that is away and was never heard of; the other ranks have a word, too."""
+    ranks = unheard(), unheard(1, **({"name": "b"} | other))
+    assert routed(build(known(*ranks, told={"c": []}), BEFORE)) == (("m/1",) if kept else ())
+
+
+@pytest.mark.parametrize("state", [ShardState.PLACED, ShardState.STARTING, ShardState.LOADING, ShardState.UNKNOWN])
+def test_an_older_store_that_saw_it_start_takes_no_endpoint_before_its_node_speaks(state):
+    """A new leader plans before any node is back; that it is away is found only later."""
+    assert routed(build(known(shard(1, state=state, url="")), BEFORE)) == ("m/1",)
+    assert routed(build(known(shard(1, state=state, url=""), told={"a": [reported(state=ShardState.LOADING)]}), BEFORE)) == ()
+
+
+def test_an_unhealthy_rank_speaks_against_an_endpoint_of_rank_0_that_was_not_heard_of():
+    """Its node has a link and says so now."""
+    sick = evolve(reported(healthy=False), shard="m/1/1", rank=1)
+    assert routed(build(known(unheard(), unheard(1, "b", **SERVES), told={"b": [sick]}), BEFORE)) == ()
+
+
+def test_others_that_serve_take_no_endpoint_that_an_older_store_does_not_explain():
+    """It may serve as well, and is one of the wanted ones; only where its node is lost a ready successor is enough."""
+    both = Model("m", profile=PROFILE, replicas=Scale(2, 2))
+    nodes = [node("a"), node("b", NodeState.LOST), node("c")]
+    lost = shard(2, "b", ShardState.UNKNOWN)
+    ranks = unheard(), unheard(1, "c", **SERVES)
+    assert set(routed(build(known(*ranks, shard(3, "c"), nodes=nodes), BEFORE))) == {"m/1", "m/3"}
+    found = build(known(*ranks, lost, shard(3, "c"), models=[both], nodes=nodes), BEFORE)
+    assert set(routed(found)) == {"m/1", "m/2", "m/3"}, "one on a lost node is not one of two that serve for sure"
+    away = [node("a", NodeState.LOST), node("c")]
+    assert routed(build(known(*ranks, shard(3, "c"), nodes=away), BEFORE)) == ("m/3",)
+
+
+def test_what_may_be_lost_keeps_no_endpoint_without_a_record_from_serving():
+    """Two are wanted; of the two that have records one is on a lost node, so the one that no record knows is kept."""
+    both = Model("m", profile=PROFILE, replicas=Scale(2, 2))
+    lost = shard(2, "b", ShardState.UNKNOWN)
+    nodes = [node("a"), node("b", NodeState.LOST)]
+    assert set(routed(build(known(lost, shard(3, "a"), models=[both], nodes=nodes), BEFORE))) == {"m/1", "m/2", "m/3"}
 
 
 def test_a_model_that_the_catalog_lacks_is_routed_while_its_replicas_are_wanted():

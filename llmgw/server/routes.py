@@ -24,6 +24,7 @@ from llmgw.router.table import KeyEntry, RoutedEndpoint, RoutedModel, Table, end
 from llmgw.store.records import KeyRecord
 
 log = Logger()
+_BEGUN = (ShardState.PLACED, ShardState.STARTING, ShardState.LOADING)
 
 
 @frozen
@@ -52,8 +53,9 @@ def build(known: Known, before: Table | None) -> Table:
     for model in known.catalog.models:
         found, mine = _static(known, model), replicas.get(model.name, [])
         if model.profile is not None:
-            ours = _ours(known, model, mine)
-            found += ours + _inherited(known, model.name, before, enough=len(ours) >= max(1, model.replicas.min))
+            serving = [replica for replica in mine if _routable(known, replica)]
+            enough = _enough(known, model, serving)
+            found += _ours(known, serving, enough) + _inherited(known, model.name, mine, before, enough)
         endpoints += found
         models.append(_model(known, model, mine, found))
         models += _adapters(known, models[-1], model, mine, found)
@@ -142,11 +144,15 @@ def _static(known: Known, model: Model) -> list[RoutedEndpoint]:
     return found
 
 
-def _ours(known: Known, model: Model, replicas: list[Replica]) -> list[RoutedEndpoint]:
-    serving = [replica for replica in replicas if _routable(known, replica)]
-    certain = [replica for replica in serving if not _on_lost_node(known, replica)]
-    enough = sum(replica.ready for replica in certain) >= max(1, model.replicas.min)
-    return [one for replica in (certain if enough else serving) for one in _endpoints_of(known, replica)]
+def _enough(known: Known, model: Model, serving: list[Replica]) -> bool:
+    """Whether so many are ready for sure that what may have been lost is not needed."""
+    ready = sum(replica.ready and not _on_lost_node(known, replica) for replica in serving)
+    return ready >= max(1, model.replicas.min)
+
+
+def _ours(known: Known, serving: list[Replica], enough: bool) -> list[RoutedEndpoint]:
+    staying = [replica for replica in serving if not (enough and _on_lost_node(known, replica))]
+    return [one for replica in staying for one in _endpoints_of(known, replica)]
 
 
 def _endpoints_of(known: Known, replica: Replica) -> list[RoutedEndpoint]:
@@ -168,9 +174,7 @@ def parts_of(shards: Iterable[ShardRecord]) -> dict[str, list[str]]:
 
 def _routable(known: Known, replica: Replica) -> bool:
     head = replica.shards[0]
-    if not head.url or any(shard.wanted is not Wanted.RUN for shard in replica.shards):
-        return False
-    if any(shard.state not in (ShardState.READY, ShardState.UNKNOWN) for shard in replica.shards):
+    if not head.url or not all(map(_may_serve, replica.shards)):
         return False
     if known.denied and address_of(_endpoint(known, replica)) in known.denied:
         return False
@@ -205,22 +209,39 @@ def _made(id: str, url: str, model: str, key: str, limit: int | None) -> RoutedE
     return endpoint(id, url, model=model, key=key, limit=limit)
 
 
-def _inherited(known: Known, model: str, before: Table | None, enough: bool = False) -> list[RoutedEndpoint]:
-    """Endpoints of replicas that this leader has no record of, or has not heard of: routed while nothing speaks against them."""
-    if before is None or enough:
+def _inherited(
+    known: Known, model: str, replicas: list[Replica], before: Table | None, enough: bool = False
+) -> list[RoutedEndpoint]:
+    """Endpoints of replicas that this leader has not heard of, or has no record of: routed while nothing speaks against them.
+
+    With C{enough} others, those without a record go, and those on a node that is lost.
+    """
+    unheard = {one.id for one in replicas if _unheard(known, one) and not (enough and _on_lost_node(known, one))}
+    if before is None or (enough and not unheard):
         return []
-    ours = (record for record in known.shards.values() if record.model == model)
-    recorded = {replica_of(record.shard) for record in ours if not _unheard(record)}
+    recorded = {replica_of(record.shard) for record in known.shards.values() if record.model == model}
     listed = next((routed.endpoints for routed in before.models if routed.name == model), ())
-    kept = [
-        one for one in before.endpoints if one.id in listed and not one.static and not {one.id, replica_of(one.id)} & recorded
-    ]
+    there = [(one, {one.id, replica_of(one.id)}) for one in before.endpoints if one.id in listed and not one.static]
+    kept = [one for one, names in there if names & unheard or not (enough or names & recorded)]
     return [one for one in kept if address_of(one) not in known.denied and not _denied(known, one)]
 
 
-def _unheard(record: ShardRecord) -> bool:
-    """Whether our record only says that it was to run on a node that is away; after an older store is in place it may serve."""
-    return record.wanted is Wanted.RUN and record.state is ShardState.UNKNOWN and not record.url
+def _unheard(known: Known, replica: Replica) -> bool:
+    """Whether our records only say that it was to run, with rank 0 on a node that is away, and no rank speaks against that: after
+    an older store is in place it may serve."""
+    others = (_silent(known, one) or (_may_serve(one) and not _unhealthy(known, one)) for one in replica.shards[1:])
+    return _silent(known, replica.shards[0]) and all(others)
+
+
+def _silent(known: Known, shard: ShardRecord) -> bool:
+    """Whether it was to run when its node was last heard of, which says nothing now."""
+    linked = shard.allocation is not None and shard.allocation.node in known.told
+    begun = shard.state is ShardState.UNKNOWN or (shard.state in _BEGUN and not linked)
+    return shard.wanted is Wanted.RUN and not shard.url and begun
+
+
+def _may_serve(shard: ShardRecord) -> bool:
+    return shard.wanted is Wanted.RUN and shard.state in (ShardState.READY, ShardState.UNKNOWN)
 
 
 def _denied(known: Known, one: RoutedEndpoint) -> bool:
@@ -248,7 +269,7 @@ def _leftover(known: Known, before: Table | None, endpoints: list[RoutedEndpoint
         if known.catalog.get(name) is not None or name in adapters:
             continue
         found = [one for r in replicas.get(name, []) if _routable(known, r) for one in _endpoints_of(known, r)]
-        found += _inherited(known, name, before)
+        found += _inherited(known, name, replicas.get(name, []), before)
         if found:
             endpoints += found
             models.append(RoutedModel(name, endpoints=tuple(one.id for one in found)))

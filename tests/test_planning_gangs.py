@@ -75,6 +75,15 @@ def test_no_rank_is_stopped_while_routers_send_to_rank_0_nor_waits_where_each_se
     assert found == [(Wanted.STOP, 0.0, 20.0)] * 2
 
 
+@pytest.mark.parametrize("state", [ShardState.BACKOFF, ShardState.FAILED])
+def test_a_rank_that_has_ended_is_not_ordered_to_run_until_routers_let_go_of_rank_0(state):
+    """Its node may remember nothing of it and would start it, only to be told to stop it."""
+    head = rank(0, ShardState.STOPPING, "a", wanted=Wanted.STOP, url="http://a:20001/v1")
+    ended = rank(1, state, "b", wanted=Wanted.STOP, url="")
+    sent = orders([head, ended], {name: node(name) for name in "ab"}, frozenset(), world().timing)
+    assert [order.wanted for listed in sent.values() for order in listed] == [Wanted.RUN, Wanted.STOP]
+
+
 @pytest.mark.parametrize("gone", [False, True], ids=["its memory is not back", "all is gone"])
 def test_both_start_again_only_when_nothing_is_left_and_with_other_ports(gone):
     """While rank 0 stops, which lasts until its memory is back, nothing starts; then both do, at a rendezvous of their own."""

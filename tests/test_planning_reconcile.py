@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from llmgw.fleet.model import Catalog, Model, Profile, Resources, Scale
 from llmgw.fleet.node import Installation, Inventory, NodeFacts, NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
-from llmgw.fleet.shard import Allocation, Diagnosis, ShardExit, ShardReport, ShardState, Wanted
+from llmgw.fleet.shard import ADDRESS_GONE, Allocation, Diagnosis, ShardExit, ShardReport, ShardState, Wanted
 from llmgw.fleet.timing import Timing
 from llmgw.interfaces import Needs
 from llmgw.planning.orders import orders
@@ -323,6 +325,39 @@ def test_a_drained_node_gets_nothing_back_before_it_is_uncordoned():
     assert outcome.pending["m"].explanation.line() == "0/1 nodes can run this: 1 draining"
 
 
+S = ShardState
+RUNNING = (S.PLACED, S.STARTING, S.LOADING, S.READY, S.UNKNOWN, S.BACKOFF, S.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "states"),
+    [
+        (Wanted.RUN, RUNNING),
+        (Wanted.STOP, (S.STOPPING, S.UNKNOWN, S.BACKOFF, S.FAILED)),
+        (Wanted.DRAIN, (S.DRAINING, S.UNKNOWN, S.STOPPING)),
+        (Wanted.SLEEP, (S.DRAINING, S.SLEEPING, S.UNKNOWN, S.STOPPING)),
+    ],
+)
+def test_whatever_a_node_says_there_is_a_legal_way_from_our_record(wanted, states):
+    """Our record may be of an older store, or an order was under way as the shard was found to have ended."""
+    for state, said, attempt, gone in itertools.product(states, [None, *S], (0, 1, 2), (False, True)):
+        record = shard(state=state, wanted=wanted)
+        record = evolve(record, allocation=evolve(record.allocation, address="old"))
+        words = {"conditions": (ADDRESS_GONE,), "healthy": False} if gone else {}
+        links = {"a": told(*([report(state=said, attempt=attempt, **words)] if said else []))}
+        outcome = reconcile(world(record, told=links))
+        illegal = [event.text for event in outcome.events if event.kind == "illegal"]
+        assert not illegal and not outcome.broken, (state, said, attempt, gone, illegal)
+
+
+@pytest.mark.parametrize("state", [S.BACKOFF, S.FAILED])
+def test_an_engine_that_is_found_after_it_was_ordered_away_is_stopped(state):
+    """It had ended as far as we knew, and was not to be started again; its node says that it starts."""
+    left = shard(state=state, wanted=Wanted.STOP)
+    outcome = reconcile(world(left, models=[model(replicas=0)], told={"a": told(report(state=S.STARTING))}))
+    assert (only(outcome).state, only(outcome).wanted) == (S.STOPPING, Wanted.STOP)
+
+
 STATES = st.sampled_from(list(ShardState))
 REPORTS = st.lists(st.tuples(st.integers(1, 3), STATES, st.integers(0, 3)), max_size=4)
 
@@ -342,6 +377,7 @@ def test_any_reports_in_any_order_keep_the_books_in_order(story):
                   away={"a": float(later)}, reported=frozenset("ab"))
         )  # fmt: skip
         assert not outcome.broken
+        assert not [event.text for event in outcome.events if event.kind == "illegal"]
         for name, record in outcome.shards.items():
             before = shards.get(name)
             assert before is None or record.attempt >= before.attempt

@@ -87,6 +87,60 @@ def test_an_older_store_that_knows_a_replica_elsewhere_takes_no_route():
     assert fleet.routers.routed == {"m/1": ("a.sim", 20000)}
 
 
+def test_an_older_store_that_has_not_heard_of_a_gang_takes_no_route():
+    """A restored backup from before the gang was ready: rank 0's node is away, rank 1 says that it serves."""
+    fleet = Fleet({"a": 1, "b": 1})
+    for agent in fleet.agents.values():
+        agent.fabrics = (Fabric("rack"),)
+    fleet.lead([model("g", nodes=2)])
+    fleet.until(lambda: len(fleet.engines("g")) == 2, "both ranks started")
+    older = fleet.older()
+    fleet.until(lambda: fleet.ready("g") == 1, "ready")
+    pids, head = fleet.pids(), next(name for name, agent in fleet.agents.items() if "g/1/0" in agent.engines)
+    fleet.end()
+    fleet.store, fleet.cut = older, {head}
+    fleet.lead()
+    fleet.run(40)
+    assert fleet.ready("g") == 1 and fleet.pids() == pids
+    fleet.cut = set()
+    fleet.run(10)
+    assert fleet.ready("g") == 1 and fleet.pids() == pids
+
+
+def test_a_machine_set_up_anew_starts_no_rank_of_a_replica_that_leaves():
+    """It has lost its rank while the store took nothing; then the replica is ordered away, before routers have let go of it."""
+    fleet = Fleet({"a": 1, "b": 1})
+    for agent in fleet.agents.values():
+        agent.fabrics = (Fabric("rack"),)
+    fleet.lead([model("g", nodes=2)])
+    fleet.until(lambda: fleet.ready("g") == 1, "ready")
+    fleet.store.failing, fleet.routers.delay = "the disk is full", 5.0
+    lost = next(agent for agent in fleet.agents.values() if "g/1/1" in agent.engines)
+    fleet.port.unlink(lost.name, "the machine went down")
+    lost.wipe()
+    fleet.run(5)
+    fleet.store.failing = ""
+    fleet.apply([model("g", 0, nodes=2)])
+    fleet.until(lambda: not fleet.engines() and "g/1/1" not in fleet.controller.truth.shards, "all gone", 60)
+    assert not any(operation.startswith("run:") for operation in lost.effects)
+
+
+def test_a_lost_store_begins_its_epochs_anew_and_no_node_is_told_an_operation_twice():
+    """The first node that comes is new and remembers none; the others' epochs are outranked before they are told anything."""
+    fleet = serving(models=[model("m", 1), model("n", 1)])
+    fleet.end()
+    fleet.forget()
+    fleet.cut, fleet.lenient = {"b"}, True
+    fleet.agents["a"].wipe()
+    fleet.agents["a"].epochs.clear()
+    fleet.lead([model("n", 1), model("m", 1)], fresh=True)
+    fleet.until(lambda: len(fleet.agents["a"].running()) == 2, "started on the new machine")
+    assert fleet.leadership.epoch == 1 and all(":1:1." in operation for operation in fleet.agents["a"].effects)
+    fleet.cut = set()
+    fleet.run(60)
+    assert fleet.leadership.epoch > 1
+
+
 def test_a_crash_is_retried_with_backoff_and_its_reason_kept():
     """The next attempt has a higher number and other ports; first and last reason are both known."""
     fleet = serving(models=[model("m", 1)])

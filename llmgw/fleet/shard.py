@@ -116,9 +116,14 @@ def move_shard(now: ShardState, then: ShardState) -> ShardState:
 
     @raise IllegalTransition: it does not; the caller logs it and keeps C{now}.
     """
-    if then is now or then in _SHARD[now]:
+    if may_become(now, then):
         return then
     raise IllegalTransition(f"a shard that is {now} cannot become {then}")
+
+
+def may_become(now: ShardState, then: ShardState) -> bool:
+    """Whether the table allows going there."""
+    return then is now or then in _SHARD[now]
 
 
 def worst(states: list[ShardState]) -> ShardState:

@@ -14,7 +14,17 @@ from attrs import evolve
 from llmgw.fleet.causes import CONFIGURATION, NODE, SUSPECT, UNKNOWN, cause_of
 from llmgw.fleet.node import NodeState
 from llmgw.fleet.records import NodeRecord, ShardRecord
-from llmgw.fleet.shard import ADDRESS_GONE, DISK_FULL, NODE_RESTARTED, ShardReport, ShardState, Wanted, replica_of, shard_id
+from llmgw.fleet.shard import (
+    ADDRESS_GONE,
+    DISK_FULL,
+    NODE_RESTARTED,
+    ShardReport,
+    ShardState,
+    Wanted,
+    may_become,
+    replica_of,
+    shard_id,
+)
 from llmgw.fleet.timing import Timing
 from llmgw.fleet.units import show_duration
 from llmgw.planning.lifecycle import blame
@@ -137,16 +147,14 @@ def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
         old, new = addresses(record, draft.nodes)
         if old != new:
             reason = f"{old} is no address of its node any more: it is started anew at {new}"
-            draft.move(evolve(record, wanted=Wanted.STOP, next_at=draft.world.now), ShardState.STOPPING, reason)
+            _found(draft, evolve(record, wanted=Wanted.STOP, next_at=draft.world.now), ShardState.STOPPING, reason)
             return
     if record.wanted is Wanted.RUN:
         if state in (ShardState.PLACED, ShardState.PENDING, ShardState.UNKNOWN):
             return
-        if record.state in _RESTING:
-            record = draft.move(record, ShardState.UNKNOWN, "its engine is there after all")
     elif state is not ShardState.STOPPING:
         # The order is under way; until the agent says that it stops, ours is the better word.
-        asleep = record.wanted is Wanted.SLEEP and state is ShardState.SLEEPING
+        asleep = record.wanted is Wanted.SLEEP and ShardState.SLEEPING in (state, record.state)
         winding = ShardState.STOPPING if record.wanted is Wanted.STOP else ShardState.DRAINING
         state, said = (ShardState.SLEEPING, record.reason) if asleep else (winding, "as ordered")
         if asleep and record.url:
@@ -168,7 +176,16 @@ def _alive(draft: Draft, record: ShardRecord, report: ShardReport) -> None:
     if record.state is state and record.reason == reason:
         draft.put(record)
     else:
-        draft.move(record, state, reason)
+        _found(draft, record, state, reason)
+
+
+def _found(draft: Draft, record: ShardRecord, state: ShardState, reason: str) -> None:
+    """Go by what its node says, also where the table has no way there from our record: that is of an older store, or an order to
+    start it was under way when it was found to have ended. Then nothing was known.
+    """
+    if not may_become(record.state, state):
+        record = draft.move(record, ShardState.UNKNOWN, "its engine is there after all")
+    draft.move(record, state, reason)
 
 
 def _fault(draft: Draft, record: ShardRecord, report: ShardReport) -> str:

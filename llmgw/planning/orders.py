@@ -1,7 +1,8 @@
 """From records to what an agent is sent: the whole of what is wanted on its node, in one fixed order.
 
 A shard in backoff or failed is not listed: absence is never an order, and an agent that had lost its memory would start it. An
-order to drain or stop goes out only when no router sends requests there any more; until then the shard is listed as running.
+order to drain or stop goes out only when no router sends requests there any more; until then the shard is listed as running,
+unless it has ended: what is ordered away is never started for that.
 
 Ranks end in their order. Rank 0 works for its last callers with the others, and tells them to end (SGLang) or does not (vLLM), so
 they are left alone while it ends, and then have nothing left to do that would need a long grace.
@@ -34,7 +35,10 @@ def operation(record: ShardRecord, wanted: Wanted) -> str:
 
 
 def attempt_id(shard: str, attempt: int, epoch: int, revision: int) -> str:
-    """A name for an attempt that no other one ever had: an epoch that an agent has seen is never used again."""
+    """A name for an attempt that no other one of its node ever had: an agent hears of no epoch from two leaders.
+
+    A server that has lost its store begins with the first one anew, and is raised above those that agents know as they come in.
+    """
     return f"{shard}:{attempt}:{epoch}.{revision}"
 
 
@@ -83,7 +87,8 @@ def _order(
     if record.allocation is None or (record.wanted is Wanted.RUN and record.state in _RESTING):
         return None
     wanted = record.wanted
-    if wanted is not Wanted.RUN and routed(head or record) and replica_of(record.shard) not in unrouted:
+    held = record.state.live and routed(head or record) and replica_of(record.shard) not in unrouted
+    if held:
         wanted = Wanted.RUN
     return ShardOrder(
         record.shard,

@@ -37,6 +37,7 @@ BUDGET = 5
 BUDGET_WITHIN = 500.0
 _CAREFUL = ("its profile changed", "restart ordered", "is drained; no room")
 _SERVING = (ShardState.READY, ShardState.UNKNOWN)
+_LEAVING = (ShardState.DRAINING, ShardState.STOPPING)
 
 
 class Broken(AssertionError):
@@ -53,6 +54,7 @@ class Invariants:
         self._away: dict[str, float] = {}
         self._began = 0.0
         self._shards: dict[str, ShardRecord] = {}
+        self._going: set[tuple[str, int]] = set()
         self._heard = 0
 
     def begun(self) -> None:
@@ -61,6 +63,12 @@ class Invariants:
         self._states = {name: node.state for name, node in truth.nodes.items()}
         self._away = dict.fromkeys(truth.nodes, self._began)
         self._shards = dict(truth.shards)
+        if self._fleet.lenient:
+            # An older store may not know yet that they were told to leave; their nodes will say so.
+            agents = self._fleet.agents.values()
+            self._going |= {
+                (agent.name, engine.pid) for agent in agents for engine in agent.running() if engine.state in _LEAVING
+            }
 
     def check(self) -> None:
         """@raise Broken: something does not hold."""
@@ -95,9 +103,10 @@ class Invariants:
                 self._must(same or self._fleet.lenient, f"the ranks of {replica} are of several attempts")
 
     def _routes(self, engines: list[tuple[SimAgent, SimEngine]]) -> None:
-        leaving, routed = (ShardState.DRAINING, ShardState.STOPPING), self._fleet.routers.routed
+        routed = self._fleet.routers.routed
         there = {(f"{agent.name}.sim", port) for agent, engine in engines for port in engine.order.allocation.ports}
-        stopping = {replica_of(engine.order.shard) for _, engine in engines if engine.state in leaving}
+        told = [engine for agent, engine in engines if engine.state in _LEAVING and (agent.name, engine.pid) not in self._going]
+        stopping = {replica_of(engine.order.shard) for engine in told}
         # Where rank 0 is gone no request reaches the others.
         wrong = {replica for replica in stopping & set(routed) if routed[replica] in there}
         self._must(not wrong, f"requests go to {wrong}, which were told to leave")

@@ -293,9 +293,14 @@ class SimAgent:
                 self._answer(engine.order, False)
 
     def wipe(self) -> None:
-        """The machine was set up anew: it remembers nothing and runs nothing."""
+        """The machine was set up anew: it remembers nothing and runs nothing.
+
+        So an id that it was told before may come with another effect, which is its first there: a server without its store has
+        no epoch to begin above but those of nodes that remember one.
+        """
         self.engines.clear()
         self.answered.clear()
+        self.effects.clear()
         self.fence, self.applied = SimFence(), (0, 0)
 
     def running(self) -> list[SimEngine]:

@@ -135,7 +135,7 @@ def test_addresses():
         (ShardExit(), [], "unknown", "exit status unknown"),
         (ShardExit(code=1), ["OSError: [Errno 98] Address already in use"], "retry", "in use"),
         (ShardExit(code=1), ["  File x", "KeyError: 'tokens'", "RuntimeError: engine failed"], "unknown", "KeyError: 'tokens'"),
-        (ShardExit(code=1), ["No space left on device", "CUDA out of memory"], "node", "disk"),
+        (ShardExit(code=1), ["No space left on device", "CUDA out of memory"], "disk_full", "disk"),
         (ShardExit(code=1), ["CUDA out of memory", "No space left on device"], "configuration", "device memory"),
     ],
 )

@@ -247,7 +247,7 @@ def test_times_are_counted_from_the_whole_request(rig):
         after = rig.scrape()
     rows = [rig.log(client_id=f"slow-{number}")[0] for number in range(2)]
     assert [row["queue_ms"] for row in rows] == [0.0, 0.0]
-    assert 0 < rows[0]["ttft_ms"] < rows[0]["duration_ms"] - 490
+    assert 0 < rows[0]["ttft_ms"] < rows[0]["duration_ms"] / 2
     assert rows[1]["ttft_ms"] is None
     for name in ('llmgw_queue_wait_seconds_sum{model="m"}', "llmgw_router_overhead_seconds_sum"):
         assert after[name] - before.get(name, 0) < 0.4

@@ -36,7 +36,8 @@ SHARD = ShardRecord(
     "org/a/2/0", "org/a", 2, 0, ("n1",), "abc", 3, Wanted.DRAIN, ShardState.BACKOFF, 5.0, "exit status 1", "op",
     Profile("vllm", arguments={"a": [1, 2.5, True, None, {"b": "c"}]}),
     Allocation("n1", devices=("GPU-1",), memory=5, ports=(20000,)),
-    ("org/a", "x"), (1.0, 2.0), "first", "last", 7.5, 4, {"n2": 100.0}, "http://10.0.0.1:20000", adopted=True,
+    ("org/a", "x"), (1.0, 2.0), (1.5,), "retry", "first", "last", 7.5, 4, {"n2": 100.0}, "http://10.0.0.1:20000",
+    adopted=True,
 )  # fmt: skip
 KEY = KeyRecord("k1", "ann", "ff" * 32, 1.0, 2.0, None, "team", ("a",), 60, 1000, 5000, 8, 1)
 EVENT = FleetEvent(3.0, "shard_state", "org/a/2", "loading -> backoff", "n1", 1, "loading", "backoff", ("line 1", "line 2"))

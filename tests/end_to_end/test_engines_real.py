@@ -110,7 +110,7 @@ def test_llamacpp_answers_and_embeds_with_real_models(fleet):
     fleet.start_server()
     fleet.start_agent("n1")
     for model in ("smol", "minilm"):
-        fleet.ready(model)
+        fleet.ready(model, seconds=60)
     text, finish = streamed(fleet, "smol", LEGS, temperature=0, max_tokens=60)
     assert "four legs" in text and finish == "stop"
     made = client_of(fleet).embeddings.create(model="minilm", input=SENTENCES)

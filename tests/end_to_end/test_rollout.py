@@ -123,7 +123,7 @@ def test_g1_a_drain_lets_a_long_stream_end_whole_and_waits_for_it(fleet):
     """G1: the successor serves first, the stream that runs ends with [DONE], and --wait returns when the node is empty."""
     start(fleet, fake_model("m", 1, *STREAM), ("n1", "n2"))
     home = fleet.ready()[0]["node"]
-    stream = fleet.stream(tokens=120)
+    stream = fleet.stream(tokens=300)
     until(lambda: len(stream.pieces) > 3, "the stream has begun")
     said = fleet.llmgw("drain", home, "--deadline", "1m", "--wait")
     assert stream.done

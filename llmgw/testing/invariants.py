@@ -37,6 +37,7 @@ BUDGET = 5
 BUDGET_WITHIN = 500.0
 _CAREFUL = ("its profile changed", "restart ordered", "is drained; no room")
 _SERVING = (ShardState.READY, ShardState.UNKNOWN)
+_BEGUN = (ShardState.PLACED, ShardState.STARTING, ShardState.LOADING)
 _LEAVING = (ShardState.DRAINING, ShardState.STOPPING)
 
 
@@ -207,11 +208,16 @@ class Invariants:
         there = {one.id for one in table.endpoints}
         for gone in {one.id for one in before.endpoints} - there:
             shards = [record for record in truth.shards.values() if record.allocation and replica_of(record.shard) == gone]
-            serves = shards and all(s.wanted is Wanted.RUN and s.state in _SERVING and not s.given_up for s in shards)
+            serves = shards and all(s.wanted is Wanted.RUN and self._may_serve(s) and not s.given_up for s in shards)
             self._must(not serves, f"the new leader took {gone} from the routers")
             model = truth.catalog.get(gone.rpartition("/")[0])
             enough = model is not None and sum(one.startswith(f"{model.name}/") for one in there) >= max(1, model.replicas.min)
             self._must(bool(shards) or enough or model is None, f"the new leader knows nothing of {gone} and took it")
+
+    def _may_serve(self, shard: ShardRecord) -> bool:
+        """Whether its record says so, or is of before it was ready, and its node has said nothing since."""
+        silent = shard.allocation is not None and shard.allocation.node not in self._fleet.port.links
+        return shard.state in _SERVING or (silent and shard.state in _BEGUN)
 
     def _must(self, holds: bool, what: str) -> None:
         if not holds:

@@ -80,7 +80,7 @@ def test_l2_the_limit_is_a_bound_and_others_wait(rig):
         rig.use(engine, limit=2, model=LINE)
         asking = Asking(rig, 10)
         until(lambda: waiting(rig) == 8)
-        assert gate.now == 2
+        until(lambda: gate.now == 2)
         gate.open.release(10)
         assert [answer[0] for answer in asking.join()] == [200] * 10
         assert gate.most == 2

@@ -98,6 +98,21 @@ async def test_stop_takes_it_off_the_list_when_the_leader_does(rigs):
 
 
 @pytest_twisted.ensureDeferred
+async def test_a_stop_that_met_nothing_is_followed_when_something_is_there(rigs):
+    """A store that was restored from before it has the shard run after all, and later stopped under the same name."""
+    rig = rigs()
+    await rig.start()
+    wanted = order(FAKE)
+    rig.order(stop := evolve(wanted, wanted=Wanted.STOP, operation="stop"))
+    assert (await rig.done("stop")).ok
+    rig.order(wanted)
+    await rig.done(wanted.operation)
+    rig.order(stop)
+    await until(rig.reactor, lambda: rig.reports()["m/1/0"].state is ShardState.STOPPED, "stopped")
+    assert not rig.left()
+
+
+@pytest_twisted.ensureDeferred
 async def test_a_stop_with_patience_signals_nobody_before_it_is_ordered_without(rigs):
     """A rank is left alone while its rank 0 ends, which is told the node by a second order."""
     rig = rigs()

@@ -260,7 +260,8 @@ class Node:
     def _wind_down(self, order: ShardOrder) -> None:
         current = self._shards.get(order.shard)
         if current is None:
-            self._finish(order.operation)
+            # Not remembered: nothing was done, and after an older store is in place it may have to be.
+            self._say(Done(order.operation, True))
         else:
             self._keep(order, current)
 

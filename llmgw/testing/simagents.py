@@ -214,7 +214,7 @@ class SimAgent:
                 self._pids += 1
                 self.engines[order.shard] = SimEngine(order, self._pids, since=now)
         elif engine is None:
-            self.answered[order.operation] = Done(order.operation, True)
+            self.say(Done(order.operation, True))
         elif engine.live and order.attempt >= engine.order.attempt:
             if order.wanted is Wanted.STOP and engine.state is not ShardState.STOPPING:
                 self.stopped.append(order)

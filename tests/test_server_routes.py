@@ -196,6 +196,16 @@ def test_an_older_store_that_saw_it_start_takes_no_endpoint_before_its_node_spea
     assert routed(build(known(shard(1, state=state, url=""), told={"a": [reported(state=ShardState.LOADING)]}), BEFORE)) == ()
 
 
+def test_a_rank_that_an_older_store_saw_start_takes_no_endpoint_of_rank_0_that_serves():
+    """Rank 0 has said so; of the other nothing was heard since. Where both are known it is routed once."""
+    head = shard(nodes=("a", "b"))
+    links = {"a": [reported()]}
+    assert routed(build(known(head, unheard(1, "b", state=ShardState.LOADING), told=links), BEFORE)) == ("m/1",)
+    assert routed(build(known(head, unheard(1, "b"), told=links), BEFORE)) == ("m/1",)
+    sick = {"a": [reported(healthy=False)]}
+    assert routed(build(known(head, unheard(1, "b"), told=sick), BEFORE)) == ()
+
+
 def test_an_unhealthy_rank_speaks_against_an_endpoint_of_rank_0_that_was_not_heard_of():
     """Its node has a link and says so now."""
     sick = evolve(reported(healthy=False), shard="m/1/1", rank=1)

@@ -227,10 +227,12 @@ def _inherited(
 
 
 def _unheard(known: Known, replica: Replica) -> bool:
-    """Whether our records only say that it was to run, with rank 0 on a node that is away, and no rank speaks against that: after
-    an older store is in place it may serve."""
-    others = (_silent(known, one) or (_may_serve(one) and not _unhealthy(known, one)) for one in replica.shards[1:])
-    return _silent(known, replica.shards[0]) and all(others)
+    """Whether our records of some rank only say that it was to run, on a node that is away, and no other speaks against that:
+    after an older store is in place it may serve."""
+    silent = [one for one in replica.shards if _silent(known, one)]
+    if not silent or _routable(known, replica):
+        return False
+    return all(one in silent or (_may_serve(one) and not _unhealthy(known, one)) for one in replica.shards)
 
 
 def _silent(known: Known, shard: ShardRecord) -> bool:

@@ -43,6 +43,12 @@ PYTORCH = """
       weights: llama
       parallel: {data: 2, nodes: 2, balance: hybrid}
       resources: {devices: 0, host_memory: 16MiB}
+  - name: vi
+    profile:
+      engine: vllm
+      weights: llama
+      parallel: {data: 2, nodes: 2, balance: internal}
+      resources: {devices: 0, host_memory: 16MiB}
 """
 
 
@@ -159,9 +165,11 @@ def ranks(fleet):
 
 
 def test_engines_over_pytorch(fleet):
-    """By the argv of their adapters, taken by stand-ins with the engines' own options: one endpoint of SGLang's replica of two
-    nodes, one a node of vLLM's, its adapter a model of its own, TensorRT-LLM's without a key; all processes end with the models,
-    also ranks that ignore SIGTERM and workers in other sessions."""
+    """By the argv of their adapters, taken by stand-ins with the engines' own options.
+
+    Replicas of two nodes have one endpoint, with vLLM's hybrid balancing one a node; an adapter is a model of its own;
+    TensorRT-LLM's has no key; all processes end with the models, also ranks that ignore SIGTERM and workers in other sessions.
+    """
     weights(fleet)
     (fleet.folder / "models" / "loras" / "tuned").mkdir(parents=True)
     adapter = json.dumps({"peft_type": "LORA", "r": 8, "base_model_name_or_path": "org/llama"})
@@ -172,12 +180,13 @@ def test_engines_over_pytorch(fleet):
     fleet.start_server()
     for name in ("n1", "n2"):
         fleet.start_agent(name)
-    for model, count in (("sg", 2), ("vl", 2), ("tr", 1)):
+    for model, count in (("sg", 2), ("vl", 2), ("vi", 2), ("tr", 1)):
         fleet.ready(model, count)
-    for model in ("sg", "vl", "tuned", "tr"):
+    for model in ("sg", "vl", "vi", "tuned", "tr"):
         until(lambda model=model: fleet.ask(model)[0] == 200, f"{model} answers")
     live = {row["name"]: {one["id"] for one in row["replicas"]} for row in json.loads(fleet.llmgw("top", "--json"))["models"]}
-    assert live == {"sg": {"sg/1"}, "vl": {"vl/1", "vl/1/1"}, "tuned": {"vl/1", "vl/1/1"}, "tr": {"tr/1"}}
+    several = {"vl/1", "vl/1/1"}
+    assert live == {"sg": {"sg/1"}, "vl": several, "vi": {"vi/1"}, "tuned": several, "tr": {"tr/1"}}
     versions = ("0.5.23", "0.33.0", "1.3.0rc25")
     until(lambda: all(version in json.dumps(fleet.status()["nodes"]) for version in versions), "each says its version")
     fleet.write_server((PYTORCH + TRTLLM).replace("profile:", "replicas: 0\n    profile:"))

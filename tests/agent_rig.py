@@ -11,6 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
+import pytest
 import pytest_twisted
 from twisted.internet.defer import succeed
 from twisted.internet.task import deferLater
@@ -248,4 +249,13 @@ def node_rigs(reactor, path: Path):
         rig.leave()
     if made:
         kill_all(made[-1].left)
+    settle(reactor)
+
+
+@pytest.fixture(name="rig")
+def agent_rig(reactor, tmp_path):
+    """A rig that leaves no engine; import it where a test asks for C{rig}."""
+    found = Rig(reactor, tmp_path)
+    yield found
+    found.close()
     settle(reactor)

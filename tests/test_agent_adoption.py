@@ -6,22 +6,13 @@ import json
 import os
 import signal
 
-import pytest
 import pytest_twisted
 
 from llmgw.agent.shardfolder import AttemptFolder
 from llmgw.fleet.shard import NODE_RESTARTED, ShardState
-from tests.agent_rig import FAKE, KEY, Rig, alive, order, printed_child, script, settle, until
+from tests.agent_rig import FAKE, KEY, agent_rig, alive, order, printed_child, script, until  # noqa: F401
 
 READY, FAILED, STOPPED = ShardState.READY, ShardState.FAILED, ShardState.STOPPED
-
-
-@pytest.fixture
-def rig(reactor, tmp_path):
-    found = Rig(reactor, tmp_path)
-    yield found
-    found.close()
-    settle(reactor)
 
 
 @pytest_twisted.ensureDeferred

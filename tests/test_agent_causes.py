@@ -14,22 +14,14 @@ from twisted.internet.defer import Deferred
 from twisted.internet.task import deferLater
 
 from llmgw.agent import ending, processes
+from llmgw.agent.output import read_output
 from llmgw.agent.ports import has_address
 from llmgw.agent.processes import ProcessId, hanging, process_table
 from llmgw.engines.command import Command
 from llmgw.engines.vllm import vllm
 from llmgw.fleet.shard import ShardState
-from tests.agent_rig import Rig, order, script, settle, until
+from tests.agent_rig import agent_rig, order, script, until  # noqa: F401
 from tests.test_engines_failures import SLOW
-
-
-@pytest.fixture
-def rig(reactor, tmp_path):
-    found = Rig(reactor, tmp_path)
-    yield found
-    found.close()
-    settle(reactor)
-
 
 DIES = script("import time,sys,os\nprint('fine so far',flush=True)\nos.kill(os.getpid(),9) if sys.argv[1:] else sys.exit(1)")
 
@@ -88,7 +80,7 @@ time.sleep(600)
 async def test_f3_what_dies_below_an_engine_leaves_no_zombie(rig):
     """Also what has lost its parent: its forefather, the shim, reaps it."""
     shard = rig.start(order(script(FORKS)))
-    await until(rig.reactor, lambda: shard.tree.engine and (shard.folder.path / "output.log").read_text())
+    await until(rig.reactor, lambda: shard.tree.engine and read_output(shard.folder.path, 0, 100).data)
     ours = {shard.tree.shim.pid, shard.tree.engine.pid}
     await until(rig.reactor, lambda: not any(one.parent in ours and not one.alive for one in process_table().values()), "reaped")
 

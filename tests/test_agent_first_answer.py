@@ -10,7 +10,7 @@ import pytest_twisted
 from attrs import evolve
 
 from llmgw.fleet.shard import ShardState
-from tests.agent_rig import FAKE, Rig, order, script, settle, until
+from tests.agent_rig import FAKE, agent_rig, order, script, until  # noqa: F401
 
 # Healthy, and answers a POST to PATH with 200, all others with STATUS.
 ENGINE = """
@@ -33,14 +33,6 @@ ThreadingHTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
 
 def engine(status: int, path: str = "") -> tuple[str, ...]:
     return script(ENGINE.replace("STATUS", str(status)).replace("PATH", path))
-
-
-@pytest.fixture
-def rig(reactor, tmp_path):
-    found = Rig(reactor, tmp_path)
-    yield found
-    found.close()
-    settle(reactor)
 
 
 def tell(shard, path: str) -> None:

@@ -18,18 +18,10 @@ from llmgw.agent import supervisor as supervisor_module
 from llmgw.agent.output import read_output
 from llmgw.engines.command import Command
 from llmgw.fleet.shard import ShardState
-from tests.agent_rig import FAKE, KEY, Rig, alive, order, printed_child, script, settle, until
+from tests.agent_rig import FAKE, KEY, agent_rig, alive, order, printed_child, script, until  # noqa: F401
 from tests.ports import free_port
 
 READY, FAILED, STOPPED = ShardState.READY, ShardState.FAILED, ShardState.STOPPED
-
-
-@pytest.fixture
-def rig(reactor, tmp_path):
-    found = Rig(reactor, tmp_path)
-    yield found
-    found.close()
-    settle(reactor)
 
 
 class Listing(Command):

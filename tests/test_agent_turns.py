@@ -17,7 +17,7 @@ from llmgw.agent.progress import Stillness
 from llmgw.agent.turns import Turns
 from llmgw.daemon import AwakeClock
 from llmgw.fleet.shard import EngineLoad, ShardState, Wanted
-from tests.agent_rig import FAKE, Rig, node_rigs, order, settle, until
+from tests.agent_rig import FAKE, agent_rig, node_rigs, order, until  # noqa: F401
 
 
 def test_a_start_waits_for_those_on_its_devices_only():
@@ -116,14 +116,6 @@ def test_what_is_busy_is_not_doubted(what):
     still.saw(61.0, *BUSY[what])
     assert not still.doubtful(62.0)
     assert still.doubtful(601.0) == (what in ("requests wait", "full", "places unknown"))
-
-
-@pytest.fixture
-def rig(reactor, tmp_path):
-    found = Rig(reactor, tmp_path)
-    yield found
-    found.close()
-    settle(reactor)
 
 
 def post(shard, path, asked):

@@ -18,17 +18,9 @@ from llmgw.agent.processes import identify
 from llmgw.agent.progress import StartDeadline
 from llmgw.fleet.shard import ShardState
 from llmgw.wire.messages import FetchLog
-from tests.agent_rig import FAKE, Equipment, Rig, alive, node_rigs, order, script, settle, until
+from tests.agent_rig import FAKE, Equipment, agent_rig, alive, node_rigs, order, script, until  # noqa: F401
 
 READY, FAILED, STOPPED = ShardState.READY, ShardState.FAILED, ShardState.STOPPED
-
-
-@pytest.fixture
-def rig(reactor, tmp_path):
-    found = Rig(reactor, tmp_path)
-    yield found
-    found.close()
-    settle(reactor)
 
 
 @pytest.fixture
